@@ -1,0 +1,32 @@
+# Everything a person types. `make` alone shows this list.
+.DEFAULT_GOAL := help
+.PHONY: help env loop test lint evidence lock clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+env: ## make .venv: hash-locked packages, our patched wheels, samebits
+	@scripts/make_env.sh
+
+loop: env ## verl's trainer on this machine's CPU, receipt and report in build/loop
+	rm -rf build/loop/bi0
+	.venv/bin/samebits run rl --arm 0 --steps 3 --out build/loop/bi0
+	.venv/bin/samebits report build/loop/bi0 --out build/loop/report.html
+
+test: env ## all tests but the full evidence rows
+	.venv/bin/python -m pytest -m "not evidence"
+
+lint: env ## ruff and mypy
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check src tests
+	.venv/bin/mypy
+
+evidence: env ## the full evidence rows (long)
+	.venv/bin/python -m pytest -m evidence
+
+lock: ## make manifests/locks anew (needs uv)
+	scripts/lock.sh
+
+clean: ## remove what was built; the caches under build/cache stay
+	find build -mindepth 1 -maxdepth 1 -not -name cache -exec rm -rf {} + 2>/dev/null || true
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis

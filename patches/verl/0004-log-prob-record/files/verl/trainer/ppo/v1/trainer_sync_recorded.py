@@ -1,0 +1,171 @@
+"""The synchronous trainer with everything on record: `trainer.v1.trainer_mode=sync_recorded`.
+
+Each step leaves a capsule with the logprobs of the same tokens from the rollout, from the forward-only recomputation
+and from the grad-enabled forward of the update; each weight sync leaves one with the hashes of what was sent and of
+what the engine holds, and with the engine's logprobs of fixed prompts. `trainer.record` says where and what.
+"""
+
+import json
+import pathlib
+from typing import Any
+
+import ray
+import torch
+import transfer_queue as tq
+from omegaconf import DictConfig
+from transfer_queue import KVBatchMeta
+
+from verl.trainer.ppo.v1.trainer_base import register_trainer
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.utils import tensordict_utils as tu
+from verl.utils.log_prob_record import right_padded, write_capsule
+from verl.workers.engine_workers import ActorRolloutRefWorker
+from verl.workers.recording_workers import RecordingActorRolloutRefWorker
+
+
+@register_trainer("sync_recorded")
+class PPOTrainerSyncRecorded(PPOTrainerSync):
+    """Config, under ``trainer.record``:
+
+    dir: output folder; capsules go to ``dir/capsules``.
+    execution: JSON file with the identity of the run, copied into every capsule.
+    probes: JSON file, a list of prompts as token ids, greedily continued after every sync.
+    probe_tokens: length of each continuation.
+    save_weights: also write the exported weights of every sync as a checkpoint.
+    """
+
+    def __init__(self, config: DictConfig):
+        if config.algorithm.get("rollout_correction", {}).get("bypass_mode", False):
+            raise ValueError(
+                "trainer_mode=sync_recorded with algorithm.rollout_correction.bypass_mode=True would compare the rollout "
+                "with itself: set bypass_mode=False"
+            )
+        actor = config.actor_rollout_ref.actor
+        if actor.ppo_epochs != 1 or actor.ppo_mini_batch_size != config.data.train_batch_size:
+            raise ValueError(
+                "trainer_mode=sync_recorded compares one version of the weights a step: set ppo_epochs=1 and "
+                "ppo_mini_batch_size=data.train_batch_size"
+            )
+        record = config.trainer.record
+        self._capsules = pathlib.Path(record.dir) / "capsules"
+        self._execution = json.loads(pathlib.Path(record.execution).read_text())
+        self._probes: list[list[int]] = json.loads(pathlib.Path(record.probes).read_text())
+        self._record = record
+        super().__init__(config)
+
+    def _build_replay_buffer(self):
+        # The sampler is chosen by the mode's name; this mode samples as "sync" does.
+        self.trainer_mode = "sync"
+        return super()._build_replay_buffer()
+
+    def _init_resource_pool_mgr(self) -> None:
+        super()._init_resource_pool_mgr()
+        for role, worker in self.role_worker_mapping.items():
+            if worker.__ray_actor_class__ is ActorRolloutRefWorker:
+                self.role_worker_mapping[role] = ray.remote(RecordingActorRolloutRefWorker)
+
+    def on_init_end(self) -> None:
+        super().on_init_end()
+        self._record_sync(self.global_steps)
+
+    def on_step_end(self) -> None:
+        super().on_step_end()
+        self._record_sync(self.global_steps)
+
+    def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        count = len(batch)
+        index = tu.get_tensordict({"record_index": torch.arange(count)})
+        batch = tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=index)
+        batch = super()._update_actor(batch, metrics)
+        self._record_step(batch, self.actor_rollout_wg.take_update_record(), metrics)
+        return batch
+
+    def _record_step(self, batch: KVBatchMeta, ranks: list[dict[str, Any]], metrics: dict) -> None:
+        fields = ["prompts", "responses", "response_mask", "rollout_log_probs", "old_log_probs", "advantages", "rm_scores"]
+        data = tq.kv_batch_get(
+            keys=batch.keys, partition_id=batch.partition_id, select_fields=[*fields, "uid", "extra_fields"]
+        )
+        rows = {name: list(data[name].unbind()) for name in fields}
+        actor: dict[int, torch.Tensor] = {}
+        for rank in ranks:
+            for index, log_probs in rank["log_probs"]:
+                actor.update(zip(index.tolist(), log_probs, strict=True))
+        groups: dict[str, int] = {}
+        uids = [str(uid) for uid in data["uid"]]
+        real = [not tag.get("is_padding", False) for tag in batch.tags]
+        lengths = [len(response) for response in rows["responses"]]
+        masks = [mask.bool() & keep for mask, keep in zip(rows["response_mask"], real, strict=True)]
+        tensors = {
+            "prompts": right_padded(rows["prompts"], torch.int64),
+            "prompt_length": torch.tensor([len(prompt) for prompt in rows["prompts"]]),
+            "responses": right_padded(rows["responses"], torch.int64),
+            "valid": right_padded(masks, torch.bool),
+            "rollout": right_padded(rows["rollout_log_probs"], rows["rollout_log_probs"][0].dtype),
+            "recompute": right_padded(rows["old_log_probs"], rows["old_log_probs"][0].dtype),
+            "actor": right_padded([actor[i][:length] for i, length in enumerate(lengths)], actor[0].dtype),
+            "advantages": right_padded(rows["advantages"], torch.float32),
+            "reward": torch.stack([score.sum().float() for score in rows["rm_scores"]]),
+            "group": torch.tensor([groups.setdefault(uid, len(groups)) for uid in uids]),
+            "seed": torch.tensor([extra["sampling_seed"] for extra in data["extra_fields"]]),
+        }
+        update = dict(ranks[0]["updates"][0])
+        # Every rank of a data-parallel group steps the same mains: rank 0 speaks for all on this engine.
+        update["update_rms"] = (update.pop("update_square_sum") / update["parameters"]) ** 0.5
+        step = self.global_steps
+        write_capsule(
+            self._capsules / f"step-{step:04d}",
+            {
+                "kind": "step",
+                "step": step,
+                "weights": f"theta{step - 1}",
+                "bypass": False,
+                "execution": self._execution,
+                "update": {
+                    "from": f"theta{step - 1}",
+                    "to": f"theta{step}",
+                    "learning_rate": float(metrics["actor/lr"]),
+                    **update,
+                },
+            },
+            tensors,
+        )
+
+    def _record_sync(self, step: int) -> None:
+        folder = self._capsules / f"sync-{step:04d}"
+        self._capsules.mkdir(parents=True, exist_ok=True)
+        weights = str(self._capsules.parent / "weights" / f"theta{step}") if self._record.save_weights else None
+        exported = self.actor_rollout_wg.take_exported(weights)[0]
+        server = self.llm_server_manager.get_replicas()[0].servers[0]
+        table = self._capsules / f".loaded-{step:04d}.json"
+        ray.get(server.collective_rpc.remote("write_resident_weights", kwargs={"path": str(table)}))
+        loaded = json.loads(table.read_text())
+        table.unlink()
+        write_capsule(
+            folder,
+            {
+                "kind": "sync",
+                "sync": step,
+                "weights": f"theta{step}",
+                "execution": self._execution,
+                "exported": exported,
+                "loaded": loaded,
+            },
+            self._probe(server, step),
+        )
+
+    def _probe(self, server: Any, step: int) -> dict[str, torch.Tensor]:
+        """Continues each probe greedily, one request at a time, so that no neighbour can touch its bits."""
+        tokens, log_probs = [], []
+        for number, prompt in enumerate(self._probes):
+            greedy = {"temperature": 0.0, "max_tokens": self._record.probe_tokens, "logprobs": True, "ignore_eos": True}
+            output = ray.get(server.generate.remote(list(prompt), greedy, f"probe-{step}-{number}"))
+            tokens.append(torch.tensor([*prompt, *output.token_ids]))
+            log_probs.append(torch.tensor([*[0.0] * len(prompt), *output.log_probs]))
+        # The rollout that follows must not find the probes' keys and values in its cache.
+        ray.get(server.clear_kv_cache.remote())
+        return {
+            "probe_tokens": right_padded(tokens, torch.int64),
+            "probe_length": torch.tensor([len(row) for row in tokens]),
+            "probe_prompt_length": torch.tensor([len(prompt) for prompt in self._probes]),
+            "probe_log_probs": right_padded(log_probs, torch.float32),
+        }

@@ -1,0 +1,387 @@
+"""The command line: a few verbs, each a thin call into one room.
+
+What a command needs is imported inside of it, so that --help is quick and works without the engines. A further room
+adds its typer app by one `app.add_typer(...)` line. Exit codes: 0 done, 1 an error or a failed check, 2 wrong usage.
+"""
+
+import sys
+from collections.abc import Iterable, Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
+
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+from samebits.errors import SamebitsError
+from samebits.sources.pins import ROOT
+
+if TYPE_CHECKING:
+    from samebits.sources.patching import Patch, Read
+    from samebits.sources.pins import Base, Pins, Upstream
+
+out = Console(highlight=False, soft_wrap=True)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+class _Group(TyperGroup):
+    """The one place where an error that a person can act on becomes a message and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except SamebitsError as error:
+            err.print(f"error: {error}", style="red", markup=False)
+            raise typer.Exit(1) from None
+
+
+def _typer(text: str, **options: Any) -> typer.Typer:
+    return typer.Typer(help=text, no_args_is_help=True, add_completion=False, rich_markup_mode="markdown", **options)
+
+
+app = _typer("The policy that is trained and the policy that is served produce the same bits.", cls=_Group)
+sources = _typer("Pinned upstream releases: fetch them, verify them.")
+build = _typer("Build what is installed.")
+patch = _typer("The patch series: check, export, apply.")
+run = _typer("Run the recipe through verl's own trainer.")
+app.add_typer(sources, name="sources")
+app.add_typer(build, name="build")
+app.add_typer(patch, name="patch")
+app.add_typer(run, name="run")
+
+PATCHES, RECORDS, SERIES = ROOT / "patches", ROOT / "manifests" / "patched", ROOT / "build" / "series"
+
+
+class Profile(StrEnum):
+    """Which machines a set of wheels is for."""
+
+    cpu = "cpu"
+    gpu = "gpu"
+
+
+class _Named(Protocol):
+    @property
+    def file(self) -> str: ...
+
+
+def _progress[T: _Named](items: Iterable[T], doing: str) -> Iterator[T]:
+    """Yield the items under a progress bar that names the one at work; nothing is drawn where nobody looks."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    todo = list(items)
+    columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
+        task = progress.add_task(doing, total=len(todo))
+        for item in todo:
+            progress.update(task, description=f"{doing} {item.file}")
+            yield item
+            progress.advance(task)
+
+
+@sources.command("fetch")
+def sources_fetch() -> None:
+    """Fetch every release that carries patches into the cache, by name, version and sha256.
+
+    Example: `SAMEBITS_CACHE=/data/cache samebits sources fetch`
+    """
+    from samebits.sources.fetch import cache_folder, fetch
+    from samebits.sources.pins import load_pins
+
+    for artefact in _progress([a for a in load_pins().by_file.values() if a.base], "fetching"):
+        out.print(f"{fetch(artefact).relative_to(cache_folder())}")
+
+
+@sources.command("verify")
+def sources_verify() -> None:
+    """Fetch the releases, verify their hashes, and compare the Python sources of those that must be the same.
+
+    Example: `samebits sources verify`
+    """
+    from samebits.sources.compare import differences
+    from samebits.sources.fetch import fetch
+    from samebits.sources.pins import load_pins
+
+    pins = load_pins()
+    for artefact in _progress([a for a in pins.by_file.values() if a.base], "verifying"):
+        fetch(artefact)
+        out.print(f"{artefact.file}: sha256 as pinned")
+    failed = False
+    for same in _progress(pins.same, "comparing"):
+        found = differences(fetch(pins.by_file[same.file]), fetch(pins.by_file[same.reference]), same)
+        for difference in found:
+            err.print(f"error: {same.file}: {difference}", style="red", markup=False)
+        failed = failed or bool(found)
+        if not found:
+            out.print(f"{same.file}: Python sources as in {same.reference}, but for the recorded ones")
+    if failed:
+        err.print("Remedy: read the difference; if it is harmless, list it under [[same]] in manifests/upstreams.toml.")
+        raise typer.Exit(1)
+
+
+@build.command("wheels")
+def build_wheels(
+    profile: Annotated[Profile, typer.Option(help="cpu: the laptop and CI; gpu: what the image ships")] = Profile.cpu,
+    folder: Annotated[Path | None, typer.Option("--out", help="where to; default build/wheels/PROFILE")] = None,
+) -> None:
+    """Rebuild the pinned release wheels with the patch series in them, byte for byte the same each time.
+
+    Beside them stands a requirements.txt with their hashes.
+
+    Example: `samebits build wheels --profile cpu --out build/wheels/cpu`
+    """
+    from samebits.sources.pins import load_pins
+    from samebits.sources.wheels import artefacts_of, build_profile
+
+    pins, python = load_pins(), sys.version_info[:2]
+    target = folder or ROOT / "build" / "wheels" / profile
+    bar = _progress([artefact for _, artefact in artefacts_of(pins, profile, python)], "building")
+    for _, wheel in zip(bar, build_profile(pins, profile, python, PATCHES, target), strict=True):
+        touched = f"{len(wheel.changes)} files changed"
+        out.print(f"{wheel.path.name}  {touched}  sha256 {wheel.sha256}")
+    out.print(f"install: uv pip install --no-deps --no-index --find-links {target} -r {target / 'requirements.txt'}")
+
+
+Checkouts = Annotated[
+    list[Path] | None, typer.Option("--checkout", help="a git checkout that holds a pinned commit; repeat for more")
+]
+
+
+@patch.command("check")
+def patch_check(
+    checkout: Checkouts = None,
+    record: Annotated[bool, typer.Option("--record", help="write manifests/patched instead of comparing")] = False,
+) -> None:
+    """Prove every edit on every base at hand: it applies, and each touched file is as recorded, before and after.
+
+    Released wheels are fetched. A base that is a commit needs a checkout; without one it is printed as missing, and its
+    committed record must be of the present patches.
+
+    Examples: `samebits patch check`, `samebits patch check --checkout ../verl --checkout ../Megatron-LM --record`
+    """
+    from samebits.sources.pins import load_pins
+
+    pins = load_pins()
+    checkouts = _match(pins, checkout or [])
+    missing = failed = 0
+    for upstream in pins.patched():
+        for base in upstream.base:
+            try:
+                checked = _check(upstream, base, checkouts, record)
+            except SamebitsError as error:
+                failed += 1
+                err.print(f"error: {error}", style="red", markup=False)
+            else:
+                missing += not checked
+    if missing:
+        out.print(f"{missing} bases are missing: they were not checked here.")
+    if failed:
+        err.print(f"{failed} bases failed.")
+        raise typer.Exit(1)
+
+
+def _check(upstream: "Upstream", base: "Base", checkouts: dict[str, Path], record: bool) -> bool:
+    """Check one base from all of its sources at hand; False if there are none and only its record was checked."""
+    from samebits.sources import records
+
+    at_hand = 0
+    for at_hand, (name, read) in enumerate(_reads(upstream, base, checkouts), 1):
+        changes = records.prove(read, upstream, base, PATCHES)
+        if record and at_hand == 1:
+            records.write(RECORDS, upstream, base, PATCHES, changes)
+        records.verify(changes, records.load(RECORDS, upstream, base, PATCHES), upstream, base)
+        state = "recorded" if record else "as recorded"
+        out.print(f"[green]ok[/]       {upstream.key} {base.name}  {name}  {len(changes)} files, {state}")
+    if not at_hand:
+        records.load(RECORDS, upstream, base, PATCHES)
+        state = "not at hand (--checkout); its record is of these patches"
+        out.print(f"[yellow]missing[/]  {upstream.key} {base.name} {base.commit[:12]}  {state}")
+    return bool(at_hand)
+
+
+@patch.command("export")
+def patch_export(
+    base: Annotated[list[str] | None, typer.Option(help="UPSTREAM/BASE, e.g. verl/main; default: all at hand")] = None,
+    checkout: Checkouts = None,
+) -> None:
+    """Write the series as `git am` files to build/series/UPSTREAM/BASE, one a patch folder.
+
+    They carry the upstream's context lines: never commit them. A release's series leaves out what its wheel leaves out,
+    such as the upstream's tests.
+
+    Example: `samebits patch export --base verl/main --checkout ../verl`
+    """
+    from samebits.sources.pins import load_pins
+
+    pins = load_pins()
+    checkouts = _match(pins, checkout or [])
+    wanted = dict.fromkeys(base or [f"{u.key}/{b.name}" for u in pins.patched() for b in u.base])
+    for upstream in pins.patched():
+        for one in upstream.base:
+            if f"{upstream.key}/{one.name}" in wanted:
+                wanted.pop(f"{upstream.key}/{one.name}")
+                files = _export(pins, upstream, one, checkouts)
+                if files is None:
+                    out.print(
+                        f"[yellow]missing[/]  {upstream.key} {one.name}  no checkout of it was given (--checkout)"
+                    )
+                    if base:
+                        raise typer.Exit(1)
+                else:
+                    out.print(f"{SERIES.relative_to(ROOT) / upstream.key / one.name}  {len(files)} patches")
+    if wanted:
+        raise typer.BadParameter(f"unknown: {', '.join(wanted)}", param_hint="--base")
+
+
+@patch.command("apply")
+def patch_apply(
+    checkout: Annotated[Path, typer.Argument(help="a git checkout that holds a pinned commit")],
+    worktree: Annotated[Path, typer.Argument(help="the new work tree")],
+    branch: Annotated[str, typer.Option(help="the new branch")] = "samebits",
+) -> None:
+    """Put the series onto a pinned commit as commits on a new branch, in a new work tree beside the checkout's own.
+
+    Example: `samebits patch apply ../verl ../verl-samebits --branch samebits`
+    """
+    from samebits.sources import records, series
+    from samebits.sources.pins import load_pins
+
+    pins = load_pins()
+    for upstream, base in records.match_checkout(pins, checkout):
+        files = _export(pins, upstream, base, {base.commit: checkout}) or []
+        series.apply_to_checkout(checkout, base.commit, branch, files, pins.commit, worktree)
+        out.print(f"{worktree}: {upstream.key} {base.commit[:12]} and {len(files)} commits on branch {branch}")
+
+
+@patch.command("hashes")
+def patch_hashes(
+    file: Annotated[Path, typer.Argument(help="a source file of the upstream")],
+    symbol: Annotated[str, typer.Argument(help="class, function or Class.method")],
+) -> None:
+    """List the statements of a symbol with the sha256 that a `replace` edit records (and that of each header).
+
+    Example: `samebits patch hashes ../verl/verl/utils/device.py get_device_name`
+    """
+    from samebits.sources.patching import list_statements
+
+    for line, digest, header, text in list_statements(file.read_text("utf-8"), symbol):
+        out.print(f"{line:5}  {digest}  {text}", markup=False)
+        if header:
+            out.print(f"{'':7}{header}  its header", markup=False)
+
+
+@run.command("rl")
+def run_rl(
+    arm: Annotated[int, typer.Option(help="0: vLLM and Megatron as they are; 1: batch invariant")],
+    folder: Annotated[Path, typer.Option("--out", help="a new folder for capsules, logs and the receipt")],
+    steps: Annotated[int, typer.Option(min=1, help="optimizer steps; 3 compare θ0, θ1 and θ2")] = 3,
+) -> None:
+    """Run the RL recipe on this machine's CPU and judge it: the receipt is OUT/receipt.json, the page OUT/report.html.
+
+    Exit code 0 for the verdict pass, 1 for any other.
+
+    Example: `samebits run rl --arm 0 --steps 3 --out build/loop/bi0`
+    """
+    from samebits.judge import summary
+    from samebits.recipe import launch
+    from samebits.report import render
+
+    with err.status("starting") as status:
+
+        def say(phase: str) -> None:
+            status.update(phase)
+            err.print(phase, markup=False)
+
+        receipt = launch.run_rl(arm, steps, folder, say=say)
+    render([folder], folder / "report.html")
+    _verdict(receipt, summary(receipt))
+    out.print(f"report: {folder / 'report.html'}", markup=False)
+
+
+@app.command("judge")
+def judge_command(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="the folder of a run, or a receipt.json")],
+    claim: Annotated[str, typer.Option(help="observe: complete, finite, within the bound; zero: and no mismatch")] = "",
+) -> None:
+    """Judge a run from its capsules, or a receipt again from its own counts. The claim is the arm's if none is given.
+
+    Exit code 0 for the verdict pass, 1 for any other.
+
+    Examples: `samebits judge build/loop/bi0`, `samebits judge manifests/evidence/cpu/bi0/receipt.json`
+    """
+    from samebits.evidence import receipt
+    from samebits.judge import judge_run, read_bounds, rejudge, summary
+    from samebits.recipe import arms, launch
+
+    bounds = read_bounds(launch.BOUNDS)
+    if folder.is_dir():
+        found = judge_run(folder, claim or "observe", bounds)
+        if not claim and found["arm"] is not None:
+            found = judge_run(folder, arms.CLAIM[found["arm"]], bounds)
+    else:
+        found = receipt.read(folder)
+        rejudge(found, claim or None, bounds)
+    _verdict(found, summary(found))
+
+
+@app.command("report")
+def report_command(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="one run, or one of each arm")],
+    page: Annotated[Path, typer.Option("--out", help="the page to write")] = Path("report.html"),
+) -> None:
+    """Draw one self-contained HTML page of one or two runs.
+
+    Example: `samebits report build/loop/bi0 --out build/loop/report.html`
+    """
+    from samebits.report import render
+
+    render(runs, page)
+    out.print(str(page), markup=False)
+
+
+def _verdict(receipt: dict[str, Any], text: str) -> None:
+    """Print a receipt's summary; anything but a pass is exit code 1."""
+    out.print(text, markup=False)
+    if receipt["verdict"] != "pass":
+        raise typer.Exit(1)
+
+
+def _match(pins: "Pins", checkouts: list[Path]) -> dict[str, Path]:
+    """The checkout of each pinned commit."""
+    from samebits.sources.records import match_checkout
+
+    return {base.commit: checkout for checkout in checkouts for _, base in match_checkout(pins, checkout)}
+
+
+def _reads(upstream: "Upstream", base: "Base", checkouts: dict[str, Path]) -> Iterator[tuple[str, "Read"]]:
+    """The sources of a base that are at hand, each with its name: its release wheels, or its commit in a checkout."""
+    import zipfile
+
+    from samebits.sources.fetch import fetch
+    from samebits.sources.records import read_commit
+    from samebits.sources.wheels import read_wheel
+
+    if base.commit in checkouts:
+        yield f"commit {base.commit[:12]}", read_commit(checkouts[base.commit], base.commit)
+    for artefact in _progress(upstream.artefacts_of(base.name), "checking"):
+        with zipfile.ZipFile(fetch(artefact)) as wheel:
+            yield artefact.file, read_wheel(wheel)
+
+
+def _export(pins: "Pins", upstream: "Upstream", base: "Base", checkouts: dict[str, Path]) -> list[Path] | None:
+    """The exported series of a base, or None if its sources are not at hand."""
+    from samebits.sources.series import export
+
+    for _, read in _reads(upstream, base, checkouts):
+        return export(read, _plan(read, upstream, base), pins.commit, SERIES / upstream.key / base.name)
+    return None
+
+
+def _plan(read: "Read", upstream: "Upstream", base: "Base") -> "list[tuple[Patch, dict[str, bytes]]]":
+    from samebits.sources.patching import plan_series
+
+    return plan_series(read, upstream.key, base.name, PATCHES, () if base.commit else upstream.packages)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,255 @@
+"""The execution identity: which sources, wheels, versions, processor and switches a run used.
+
+`collect` is called once, before the trainer starts; its result is RUN/execution.json, and every capsule of the
+run carries the same. It holds no path, no host name and no secret, so that it can be published.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from samebits.errors import SamebitsError
+
+from . import schema, strictjson
+
+SCHEMA = "samebits.execution/1"
+
+PACKAGES = [
+    "torch",
+    "vllm",
+    "verl",
+    "megatron-core",
+    "transformer-engine",
+    "ray",
+    "tensordict",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "numpy",
+    "triton",
+]
+
+# Environment variables that may choose the arithmetic, or the order in which it is done.
+SWITCHES = [
+    "VLLM_BATCH_INVARIANT",
+    "VLLM_USE_V2_MODEL_RUNNER",
+    "VLLM_ATTENTION_BACKEND",
+    "VLLM_CPU_SGL_KERNEL",
+    "VLLM_CPU_OMP_THREADS_BIND",
+    "VLLM_CPU_KVCACHE_SPACE",
+    "VLLM_ENABLE_V1_MULTIPROCESSING",
+    "VLLM_WORKER_MULTIPROC_METHOD",
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "MKL_CBWR",
+    "KMP_BLOCKTIME",
+    "ONEDNN_MAX_CPU_ISA",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY",
+    "ATEN_CPU_CAPABILITY",
+    "TORCHINDUCTOR_FREEZING",
+    "TORCH_BLAS_PREFER_CUBLASLT",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "NVIDIA_TF32_OVERRIDE",
+    "NVTE_BACKWARD_OVERRIDE",
+    "NVTE_FLASH_ATTN",
+    "NVTE_FUSED_ATTN",
+    "NVTE_UNFUSED_ATTN",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
+    "NCCL_ALGO",
+    "NCCL_PROTO",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+]
+
+# The x86 and Arm instruction sets that a kernel library dispatches on for floating-point work.
+INSTRUCTION_SETS = frozenset(
+    [
+        "avx",
+        "avx2",
+        "fma",
+        "f16c",
+        "avx512f",
+        "avx512bw",
+        "avx512vl",
+        "avx512dq",
+        "avx512_bf16",
+        "avx512_fp16",
+        "avx512_vnni",
+        "avx_vnni",
+        "amx_tile",
+        "amx_bf16",
+        "amx_int8",
+        "amx_fp16",
+        "asimd",
+        "asimdhp",
+        "asimddp",
+        "bf16",
+        "i8mm",
+        "sve",
+        "sve2",
+        "svebf16",
+        "sme",
+    ]
+)
+
+
+class ProvenanceError(SamebitsError):
+    """An identity that cannot be established: what is missing or contradicts, and what to do."""
+
+
+def collect(
+    *,
+    root: Path,
+    lock: Path,
+    requirements: Path,
+    arm: int,
+    runner: str,
+    config_sha256: str,
+    model: Mapping[str, Any],
+    command: Sequence[str],
+    device: str = "cpu",
+    device_name: str | None = None,
+    threads: int | None = None,
+    environment: Mapping[str, str] = os.environ,
+) -> dict[str, Any]:
+    """The identity of a run that is about to start.
+
+    root: the repository. lock: the lock file. requirements: the requirements.txt that `samebits build wheels`
+    left; the wheels lie beside it, and each must be the one installed here. arm: 0 or 1.
+    runner: vLLM's model runner, v1 or v2. model: name, seed, tokenizer_sha256 and the geometry. threads: of one
+    operator; default: the processors this process may use. ProvenanceError with the remedy otherwise."""
+    switches = {name: environment[name] for name in SWITCHES if name in environment}
+    if switches.setdefault("VLLM_BATCH_INVARIANT", "0") != str(arm):
+        raise ProvenanceError(
+            f"arm {arm} and VLLM_BATCH_INVARIANT={switches['VLLM_BATCH_INVARIANT']} contradict; unset the variable"
+        )
+    commit = _git(root, "rev-parse", "--verify", "-q", "HEAD") or None
+    changes = _git(root, "status", "--porcelain")
+    identity = {
+        "schema": SCHEMA,
+        "git_commit": commit,
+        "git_dirty": None if changes is None else bool(changes),
+        "lock": {"name": lock.name, "sha256": _sha256(lock, "run `make env`")},
+        "wheels": installed_wheels(requirements),
+        "versions": versions(),
+        "python": platform.python_version(),
+        "device": device,
+        "device_name": device_name or _processor_name(),
+        "instruction_set": instruction_set(),
+        "threads": threads or len(os.sched_getaffinity(0)),
+        "runner": runner,
+        "switches": switches,
+        "config_sha256": config_sha256,
+        "arm": arm,
+        "model": dict(model),
+        "command": list(command),
+    }
+    found = schema.problems(identity, "execution-1")
+    if found:
+        raise ProvenanceError(f"execution identity breaks {SCHEMA}: {'; '.join(found[:3])}; correct the caller")
+    return identity
+
+
+def read(path: Path) -> dict[str, Any]:
+    """execution.json, validated; ProvenanceError if it is missing, damaged or incomplete."""
+    try:
+        identity = strictjson.loads(path.read_bytes())
+    except OSError as error:
+        raise ProvenanceError(f"cannot be read: {error.strerror}; record the run again") from error
+    except ValueError as error:
+        raise ProvenanceError(f"not JSON: {error}; record the run again") from error
+    found = schema.problems(identity, "execution-1")
+    if found:
+        raise ProvenanceError(f"breaks {SCHEMA}: {'; '.join(found[:3])}; record the run again")
+    return dict(identity)
+
+
+def write(path: Path, identity: Mapping[str, Any]) -> None:
+    """Write execution.json."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(strictjson.dumps(dict(identity)))
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of the packages whose arithmetic or weights take part."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def installed_wheels(requirements: Path) -> dict[str, str]:
+    """Wheel file name -> sha256 for each wheel of a `samebits build wheels` folder, named by its requirements.txt.
+
+    Each must lie beside the list with the hash that it states, and be what is installed here, file by file, by the
+    hashes of both RECORDs. ProvenanceError otherwise."""
+    remedy = "run `make env`, which builds and installs the wheels"
+    text = requirements.read_text(errors="replace") if requirements.is_file() else ""
+    stated = re.findall(r"^(\S+==\S+) --hash=sha256:([0-9a-f]{64})$", text, re.M)
+    if not stated:
+        raise ProvenanceError(f"{requirements.name} is missing or lists no wheel; {remedy}")
+    at_hand = {_sha256(wheel, remedy): wheel for wheel in sorted(requirements.parent.glob("*.whl"))}
+    for name, digest in stated:
+        if digest not in at_hand:
+            raise ProvenanceError(f"no wheel beside {requirements.name} is the one that it states for {name}; {remedy}")
+        if not _is_installed(at_hand[digest]):
+            raise ProvenanceError(f"{at_hand[digest].name} is not what is installed in this environment; {remedy}")
+    return dict(sorted((at_hand[digest].name, digest) for _, digest in stated))
+
+
+def instruction_set(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
+    """The instruction sets of INSTRUCTION_SETS that every processor of this machine has, sorted."""
+    try:
+        lines = re.findall(r"^(?:flags|Features)\s*:(.*)$", cpuinfo.read_text(errors="replace"), re.M)
+    except OSError:
+        return []
+    common = set.intersection(*(set(line.split()) for line in lines)) if lines else set()
+    return sorted(common & INSTRUCTION_SETS)
+
+
+def _is_installed(wheel: Path) -> bool:
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            record = next(n for n in archive.namelist() if re.fullmatch(r"[^/]+\.dist-info/RECORD", n))
+            wanted = archive.read(record).decode().splitlines()
+        files = importlib.metadata.distribution(wheel.name.split("-")[0]).read_text("RECORD") or ""
+    except (importlib.metadata.PackageNotFoundError, zipfile.BadZipFile, StopIteration, UnicodeDecodeError):
+        return False
+    present = set(files.splitlines())
+    return all(line in present for line in wanted if ",sha256=" in line and ".data/" not in line)
+
+
+def _processor_name() -> str:
+    try:
+        names = re.findall(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(errors="replace"), re.M)
+    except OSError:
+        names = []
+    return (names[0] if names else platform.machine()) or "unknown"
+
+
+def _git(root: Path, *words: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _sha256(path: Path, remedy: str) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise ProvenanceError(f"{path.name} cannot be read: {error.strerror}; {remedy}") from error

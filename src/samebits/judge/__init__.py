@@ -1,0 +1,10 @@
+"""The judge: what the recorded capsules of a run prove, and what they do not.
+
+It imports numpy, `samebits.evidence` and the standard library, never an engine, a trainer or a patch: what it
+judges cannot change how it judges.
+"""
+
+from .compare import Comparison, compare
+from .verdict import JudgeError, judge_run, read_bounds, rejudge, summary
+
+__all__ = ["Comparison", "JudgeError", "compare", "judge_run", "read_bounds", "rejudge", "summary"]

@@ -1,0 +1,1 @@
+"""The probes: they run an engine and write down what it says, as capsules. They judge nothing."""

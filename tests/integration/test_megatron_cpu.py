@@ -1,0 +1,423 @@
+"""Patched Megatron Core trains on a CPU: its own model, data-parallel wrapper, schedule, mixed-precision optimizer.
+
+Three comparisons: with an independent model in plain PyTorch, with the release run under shims (every bit), and of the
+patched source with the release's source where CUDA is available (every statement).
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import math
+import os
+import pathlib
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from megatron_steps import (
+    CASES,
+    EPS,
+    GROUPS,
+    HEAD_DIM,
+    HEADS,
+    LAYERS,
+    PATCHED_CASES,
+    ROPE_BASE,
+    SEQ,
+    batches,
+)
+
+from samebits.sources.fetch import fetch
+from samebits.sources.patching import plan_patch, read_folder
+from samebits.sources.patchset import load_series
+from samebits.sources.pins import load_pins
+
+REPOSITORY = pathlib.Path(__file__).parents[2]
+STEPS = pathlib.Path(__file__).with_name("megatron_steps.py")
+UPSTREAM, BASE, PATCH = "Megatron-LM", "0.19.2", "0001-cpu-training"
+
+# Relative L2 error of a gradient whose path crosses N roundings, each independent and at most the unit roundoff u:
+# about u * sqrt(N). N is 14 a layer (two norms, q/k norms, RoPE, scores, softmax, context, four GEMMs, gate, two
+# residuals) and 4 outside, forward and again backward. FP32 sums of a few hundred terms round as well, hence N in place
+# of its root there.
+ROUNDINGS = 2 * (14 * LAYERS + 4)
+TOLERANCE = {torch.bfloat16: 2**-8 * math.sqrt(ROUNDINGS), torch.float32: 2**-24 * ROUNDINGS}
+
+Result = dict[str, Any]
+
+
+def _run(out: pathlib.Path, packages: pathlib.Path, *flags: str) -> dict[str, Result]:
+    environment = {**os.environ, "PYTHONPATH": str(packages), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(STEPS), str(out), str(packages), *flags]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stderr[-3000:]}"
+    assert "RNG state changed within GPU RNG context" not in done.stderr
+    return {path.stem: torch.load(path, weights_only=False) for path in out.glob("*.pt")}
+
+
+@pytest.fixture(scope="module")
+def release(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """The release's wheel, verified by its pin and unpacked: a folder that holds `megatron`, unpatched."""
+    upstream, folder = load_pins().upstreams[UPSTREAM], tmp_path_factory.mktemp("release")
+    artefact = next(a for a in upstream.artefacts_of(BASE) if a.fits(sys.version_info[:2]))
+    with zipfile.ZipFile(fetch(artefact)) as wheel:
+        wheel.extractall(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def patched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+    """What the installed, patched Megatron Core computes."""
+    spec = importlib.util.find_spec("megatron.core")
+    assert spec is not None and spec.origin is not None, "megatron-core is not installed: install the patched wheels"
+    return _run(tmp_path_factory.mktemp("patched"), pathlib.Path(spec.origin).parents[2])
+
+
+@pytest.fixture(scope="module")
+def shimmed(tmp_path_factory: pytest.TempPathFactory, release: pathlib.Path) -> dict[str, Result]:
+    """What the release computes when torch is told to answer as if the CPU were a CUDA device."""
+    return _run(tmp_path_factory.mktemp("shimmed"), release, "--shims")
+
+
+def _plain(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
+
+
+def _same(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Equal dtype, shape and bits, of finite values."""
+    if one.dtype != two.dtype or one.shape != two.shape or not one.numel() or not torch.isfinite(one).all():
+        return False
+    bits = {2: torch.int16, 4: torch.int32}[one.element_size()]
+    return torch.equal(one.contiguous().view(bits), two.contiguous().view(bits))
+
+
+def _unequal(one: Any, two: Any, path: str = "") -> list[str]:
+    """The places at which two results differ by a bit."""
+    if isinstance(one, torch.Tensor):
+        return [] if _same(one, two) else [path]
+    if isinstance(one, dict):
+        if one.keys() != two.keys():
+            return [f"{path}: keys {sorted(one.keys() ^ two.keys())}"]
+        return [place for key in one for place in _unequal(one[key], two[key], f"{path}/{key}") if key != "seconds"]
+    if isinstance(one, list):
+        return [p for n, (a, b) in enumerate(zip(one, two, strict=True)) for p in _unequal(a, b, f"{path}/{n}")]
+    return [] if one == two else [f"{path}: {one} against {two}"]
+
+
+def _tensors(result: Any) -> list[torch.Tensor]:
+    if isinstance(result, torch.Tensor):
+        return [result]
+    values = result.values() if isinstance(result, dict) else result if isinstance(result, list) else ()
+    return [tensor for value in values for tensor in _tensors(value)]
+
+
+# --- the steps are real ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*CASES, *PATCHED_CASES])
+def test_two_steps_train(patched: dict[str, Result], name: str) -> None:
+    result = patched[name]
+    losses = [step[key] for step in result["steps"] for key in ("loss", "loss_after")]
+    norms = [step["grad_norm"] for step in result["steps"]]
+    print(
+        f"{name}: {result['optimizer']}, losses {losses}, gradient norms {norms}, "
+        f"seconds {[round(step['seconds'], 3) for step in result['steps']]}"
+    )
+    assert all(math.isfinite(value) for value in losses + norms)
+    assert losses[1] < losses[0] and losses[3] < losses[2] and losses[3] < losses[1]
+    assert all(norm > 0 for norm in norms)
+    for step in result["steps"]:
+        for parameter, gradient in step["gradients"].items():
+            assert gradient.dtype == torch.float32 and torch.isfinite(gradient).all() and gradient.any(), parameter
+
+
+@pytest.mark.parametrize("name", [*CASES, *PATCHED_CASES])
+def test_the_parameter_is_its_fp32_main_rounded(patched: dict[str, Result], name: str) -> None:
+    result = patched[name]
+    dtype = result["case"]["dtype"]
+    before_mains, before = result["initial_mains"], result["initial"]
+    for step in result["steps"]:
+        changed = 0
+        for parameter, main in step["mains"].items():
+            master = step["parameters"][parameter]
+            assert main.dtype == torch.float32 and master.dtype == dtype
+            assert _same(main.to(dtype), master), parameter
+            assert not torch.equal(main, before_mains[parameter]), f"the FP32 main of {parameter} did not change"
+            changed += not torch.equal(master, before[parameter])
+        print(f"{name}: {len(step['mains'])} FP32 mains changed, {changed} of their {dtype} masters")
+        before_mains, before = step["mains"], step["parameters"]
+
+
+def test_the_optimizers_are_megatrons(patched: dict[str, Result]) -> None:
+    assert {name: result["optimizer"] for name, result in patched.items()} == {
+        "bf16": "Float16OptimizerWithFloat16Params",
+        "bf16-distributed": "DistributedOptimizer",
+        "bf16-per-token": "Float16OptimizerWithFloat16Params",
+        "bf16-dropout": "Float16OptimizerWithFloat16Params",
+        "bf16-recompute": "Float16OptimizerWithFloat16Params",
+        "bf16-sharded-checkpoint": "Float16OptimizerWithFloat16Params",
+        "bf16-dropout-recompute": "Float16OptimizerWithFloat16Params",
+        "fp32": "FP32Optimizer",
+        "fp32-distributed": "DistributedOptimizer",
+    }
+
+
+def test_zeros_are_counted(patched: dict[str, Result]) -> None:
+    for step in patched["bf16-per-token"]["steps"]:
+        zeros = sum((gradient == 0).sum().item() for gradient in step["gradients"].values())
+        print(f"{step['zeros']} zeros of {sum(g.numel() for g in step['gradients'].values())}")
+        assert step["zeros"] == zeros
+
+
+@pytest.mark.parametrize("name", ["bf16", "bf16-per-token", "bf16-recompute", "bf16-sharded-checkpoint", "fp32"])
+def test_a_step_after_loading_the_saved_state_is_the_step_without(patched: dict[str, Result], name: str) -> None:
+    assert _unequal(patched[name]["resumed"], patched[name]["steps"][1]) == []
+
+
+@pytest.mark.parametrize("name", ["bf16", "bf16-dropout"])
+def test_recomputation_draws_the_same_random_numbers(patched: dict[str, Result], name: str) -> None:
+    """The tracker puts the states back for the second forward: every bit of a step is the same with it."""
+    assert _unequal(patched[name]["steps"], patched[f"{name}-recompute"]["steps"]) == []
+
+
+def test_dropout_draws_anything_at_all(patched: dict[str, Result]) -> None:
+    assert _unequal(patched["bf16"]["steps"], patched["bf16-dropout"]["steps"]) != []
+
+
+# --- an independent model ----------------------------------------------------------------------------------------
+
+
+def _rms_norm(x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * gain
+
+
+def _rotate(x: torch.Tensor, base: float) -> torch.Tensor:
+    """RoPE on [batch, sequence, head, HEAD_DIM], pairs half a head apart."""
+    angle = torch.outer(torch.arange(SEQ), base ** (-torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)).to(x.dtype)
+    cosine, sine = angle.cos()[None, :, None], angle.sin()[None, :, None]
+    low, high = x.chunk(2, dim=-1)
+    return torch.cat([low * cosine - high * sine, high * cosine + low * sine], dim=-1)
+
+
+def _reference_loss(weights: dict[str, torch.Tensor], tokens: torch.Tensor, labels: torch.Tensor, base: float) -> Any:
+    x = weights["embedding.word_embeddings.weight"][tokens]
+    causal = torch.ones(SEQ, SEQ, dtype=torch.bool).tril()
+    for layer in range(LAYERS):
+        w = {k.removeprefix(f"decoder.layers.{layer}."): v for k, v in weights.items()}
+        packed = _rms_norm(x, w["input_layernorm.weight"]) @ w["self_attention.linear_qkv.weight"].T
+        q, k, v = packed.view(*x.shape[:2], GROUPS, -1).split([HEADS // GROUPS * HEAD_DIM, HEAD_DIM, HEAD_DIM], dim=-1)
+        q = _rms_norm(q.reshape(*x.shape[:2], HEADS, HEAD_DIM), w["self_attention.q_layernorm.weight"])
+        q, k = _rotate(q, base), _rotate(_rms_norm(k, w["self_attention.k_layernorm.weight"]), base)
+        k, v = (t.repeat_interleave(HEADS // GROUPS, dim=2) for t in (k, v))
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(HEAD_DIM)
+        attention = scores.masked_fill(~causal, -torch.inf).softmax(-1)
+        context = torch.einsum("bhqk,bkhd->bqhd", attention, v).reshape(*x.shape[:2], -1)
+        x = x + context @ w["self_attention.linear_proj.weight"].T
+        gate, up = (_rms_norm(x, w["pre_mlp_layernorm.weight"]) @ w["mlp.linear_fc1.weight"].T).chunk(2, dim=-1)
+        x = x + (gate * torch.sigmoid(gate) * up) @ w["mlp.linear_fc2.weight"].T
+    logits = _rms_norm(x, weights["decoder.final_layernorm.weight"]) @ weights["output_layer.weight"].T
+    return -logits.log_softmax(-1).gather(-1, labels[..., None]).mean()
+
+
+def _reference(result: Result, base: float = ROPE_BASE) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and FP32 gradients of the first step, from the parameters with which it started."""
+    weights = {name: t.float().clone().requires_grad_() for name, t in _plain(result["initial"]).items()}
+    both = batches()
+    tokens, labels = (torch.cat([batch[key] for batch in both]) for key in ("tokens", "labels"))
+    loss = _reference_loss(weights, tokens, labels, base)
+    loss.backward()
+    return loss.item(), {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
+
+
+def _errors(result: Result, gradients: dict[str, torch.Tensor]) -> tuple[float, float, str]:
+    """Relative L2 error over all gradients together; the largest one of a single tensor, and its name."""
+    ours = _plain(result["steps"][0]["gradients"])
+    assert ours.keys() == gradients.keys()
+    of = {name: ((ours[name] - g).norm() / g.norm()).item() for name, g in gradients.items()}
+    square = sum((ours[name] - g).pow(2).sum() for name, g in gradients.items())
+    whole = math.sqrt(square / sum(g.pow(2).sum() for g in gradients.values()))
+    worst = max(of, key=lambda name: of[name])
+    return whole, of[worst], worst
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_gradients_are_those_of_an_independent_model(patched: dict[str, Result], name: str) -> None:
+    result = patched[name]
+    dtype = result["case"]["dtype"]
+    loss, gradients = _reference(result)
+    whole, worst, where = _errors(result, gradients)
+    print(
+        f"{name}: loss {result['steps'][0]['loss']:.6f}, reference {loss:.6f}; gradient error {whole:.2e}, "
+        f"worst tensor {worst:.2e} ({where}), tolerance {TOLERANCE[dtype]:.2e}"
+    )
+    assert abs(result["steps"][0]["loss"] - loss) <= TOLERANCE[dtype] * loss
+    assert whole <= TOLERANCE[dtype] and worst <= 2 * TOLERANCE[dtype]
+
+
+def test_the_gradient_check_sees_a_wrong_rope_base(patched: dict[str, Result]) -> None:
+    whole, worst, where = _errors(patched["fp32"], _reference(patched["fp32"], base=ROPE_BASE * 1.01)[1])
+    print(f"RoPE base one percent off: gradient error {whole:.2e}, worst tensor {worst:.2e} ({where})")
+    assert whole > 10 * TOLERANCE[torch.float32]
+
+
+# --- single functions on the way ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_a_forked_random_state_is_its_own_stream(caplog: pytest.LogCaptureFixture) -> None:
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    expected = torch.rand(6, generator=torch.Generator().manual_seed(11))
+    tracker, outside = CudaRNGStatesTracker(), torch.get_rng_state()
+    tracker.add("dropout", 11)
+    drawn = []
+    for _ in range(2):
+        assert torch.equal(torch.get_rng_state(), outside)
+        with tracker.fork("dropout"):
+            drawn.append(torch.rand(3))
+    assert torch.equal(torch.get_rng_state(), outside)
+    assert torch.equal(torch.cat(drawn), expected)
+    assert not [record for record in caplog.records if record.name.startswith("megatron")]
+
+
+def test_the_model_parallel_seed_seeds_the_default_stream() -> None:
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+
+    model_parallel_cuda_manual_seed(5, tp_rank=0, ep_rank=0, etp_rank=0, force_reset_rng=True)
+    assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(5)))
+    names = {f"{axis}-parallel-rng" for axis in ("data", "model", "expert")}
+    assert set(get_cuda_rng_tracker().get_states()) == names
+
+
+def test_masks_hide_the_future_and_what_left_the_window() -> None:
+    from megatron.core.transformer.utils import get_default_causal_mask, get_sliding_window_causal_mask
+
+    query, key = torch.arange(5)[:, None], torch.arange(5)[None]
+    assert torch.equal(get_default_causal_mask(5), key > query)
+    assert torch.equal(get_sliding_window_causal_mask(5, 5, (2, 0)), (key > query) | (key < query - 2))
+
+
+def test_scratch_memory_is_handed_out_again() -> None:
+    from megatron.core.utils import GlobalMemoryBuffer
+
+    memory = GlobalMemoryBuffer()
+    first = memory.get_tensor((4, 6), torch.bfloat16, "scratch")
+    again = memory.get_tensor((2, 3), torch.bfloat16, "scratch")
+    assert first.device.type == "cpu" and first.shape == (4, 6) and first.dtype == torch.bfloat16
+    assert again.data_ptr() == first.data_ptr()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("order", [1.0, 2.0, math.inf])
+def test_gradient_norm(order: float) -> None:
+    from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
+
+    gradients = [torch.tensor([3.0, -1.0]), torch.tensor([[-4.0]])]
+    expected = torch.linalg.vector_norm(torch.tensor([3.0, -1.0, -4.0]), order).item()
+    assert float(get_grad_norm_fp32(gradients, order)) == pytest.approx(expected)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_gradient_norm_of_a_rank_without_gradients() -> None:
+    from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
+
+    assert float(get_grad_norm_fp32([])) == 0.0
+
+
+def test_fp32_parameters_beside_bf16_ones_are_their_own_mains() -> None:
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+
+    half, full = (torch.nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32))
+    optimizer = Float16OptimizerWithFloat16Params(
+        torch.optim.AdamW([half, full]), OptimizerConfig(bf16=True), None, lambda *_: None
+    )
+    (main,) = optimizer.fp32_from_float16_groups[0]
+    assert optimizer.float16_groups == [[half]] and optimizer.fp32_from_fp32_groups == [[full]]
+    assert main.dtype == torch.float32 and vars(half)["main_param"] is main
+    with pytest.raises(TypeError, match="DoubleTensor"):
+        Float16OptimizerWithFloat16Params(
+            torch.optim.AdamW([torch.nn.Parameter(torch.ones(2, dtype=torch.float64))]),
+            OptimizerConfig(bf16=True),
+            None,
+            lambda *_: None,
+        )
+
+
+def test_the_loss_scale_of_an_empty_chain_is_one() -> None:
+    from megatron.core.optimizer.optimizer import ChainedOptimizer
+
+    assert ChainedOptimizer([]).get_loss_scale().item() == 1.0
+
+
+# --- the release -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_losses_gradients_and_parameters_are_the_releases_bits(
+    patched: dict[str, Result], shimmed: dict[str, Result], name: str
+) -> None:
+    tensors = _tensors(patched[name])
+    print(f"{name}: {len(tensors)} tensors, {sum(t.numel() for t in tensors)} elements")
+    assert len(tensors) > 100
+    assert _unequal(patched[name], shimmed[name]) == []
+
+
+class _CudaIsAvailable(ast.NodeTransformer):
+    """Reduces a syntax tree to what runs where `torch.cuda.is_available()` is true; counts its decisions."""
+
+    def __init__(self) -> None:
+        self.decisions = 0
+
+    @staticmethod
+    def _holds(test: ast.expr) -> bool | None:
+        negated = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
+        call = test.operand if isinstance(test, ast.UnaryOp) and negated else test
+        return not negated if ast.unparse(call) == "torch.cuda.is_available()" else None
+
+    def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
+        self.generic_visit(node)
+        holds = self._holds(node.test)
+        self.decisions += holds is not None
+        return node if holds is None else node.body if holds else node.orelse
+
+    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+        self.generic_visit(node)
+        holds = self._holds(node.test)
+        self.decisions += holds is not None
+        return node if holds is None else node.body if holds else node.orelse
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
+        self.generic_visit(node)
+        left = [value for value in node.values if not (isinstance(node.op, ast.And) and self._holds(value))]
+        self.decisions += len(node.values) - len(left)
+        return left[0] if len(left) == 1 else ast.BoolOp(node.op, left)
+
+
+def test_with_cuda_the_patched_source_is_the_release(release: pathlib.Path) -> None:
+    """Each touched file, with every question for CUDA answered by yes, is the release's syntax tree."""
+    read = read_folder(release)
+    patch = next(patch for patch in load_series(REPOSITORY / "patches", UPSTREAM) if patch.name == PATCH)
+    sources = plan_patch(read, patch, BASE)
+    edits = sum(not edit.bases or BASE in edit.bases for edit in patch.edits)
+    decisions = 0
+    for path, source in sources.items():
+        before, after = ast.parse(read(path) or b""), ast.parse(source)
+        assert ast.dump(before) != ast.dump(after), path
+        folds = [_CudaIsAvailable(), _CudaIsAvailable()]
+        trees = [ast.dump(fold.visit(tree)) for fold, tree in zip(folds, (before, after), strict=True)]
+        assert trees[0] == trees[1], f"{path} is not the release's where CUDA is available"
+        decisions += folds[1].decisions - folds[0].decisions
+    print(f"{len(sources)} files, {edits} edits, {decisions} questions for CUDA")
+    assert decisions == edits > 0

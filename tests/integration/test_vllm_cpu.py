@@ -1,0 +1,263 @@
+"""vLLM on the CPU, patched: the default arm keeps every bit of the release, and a running engine takes new weights.
+
+Real engines, each in a process of its own, on a small random Qwen3 whose layers are wide enough for the kernels that a
+real model meets. "Patched" is the vLLM installed here; "release" is the pinned wheel, unpacked.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import os
+import pathlib
+import subprocess
+import sys
+import zipfile
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3Config
+
+from samebits.sources.fetch import fetch
+from samebits.sources.pins import load_pins
+
+ENGINE = pathlib.Path(__file__).with_name("vllm_engine.py")
+KEEP: dict[str, Any] = {"additional_config": {"cpu_keep_weights": True}}
+LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCABULARY = 2, 1024, 16, 8, 64, 3072, 64
+QKV = (HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM)
+BUCKETS = 4
+
+Weights = dict[str, torch.Tensor]
+Outputs = list[dict[str, Any]]
+
+
+def _random_weights(tied: bool) -> Weights:
+    random = torch.Generator().manual_seed(2)
+
+    def normal(*shape: int, scale: float, mean: float = 0.0) -> torch.Tensor:
+        return (mean + scale * torch.randn(*shape, generator=random)).bfloat16()
+
+    # As the output layer too it must give logits of about 1, or a logprob is 0 whatever the weights.
+    weights = {"model.embed_tokens.weight": normal(VOCABULARY, HIDDEN, scale=0.04 if tied else 1.0)}
+    for n in range(LAYERS):
+        layer = f"model.layers.{n}"
+        for name, rows in zip("qkv", QKV, strict=True):
+            weights[f"{layer}.self_attn.{name}_proj.weight"] = normal(rows, HIDDEN, scale=0.04)
+        weights[f"{layer}.self_attn.o_proj.weight"] = normal(HIDDEN, QKV[0], scale=0.04)
+        for name in ("gate", "up"):
+            weights[f"{layer}.mlp.{name}_proj.weight"] = normal(MLP, HIDDEN, scale=0.04)
+        weights[f"{layer}.mlp.down_proj.weight"] = normal(HIDDEN, MLP, scale=0.04)
+        for name in ("self_attn.q_norm", "self_attn.k_norm"):
+            weights[f"{layer}.{name}.weight"] = normal(HEAD_DIM, scale=0.1, mean=1.0)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"{layer}.{name}.weight"] = normal(HIDDEN, scale=0.1, mean=1.0)
+    weights["model.norm.weight"] = normal(HIDDEN, scale=0.1, mean=1.0)
+    if not tied:
+        weights["lm_head.weight"] = normal(VOCABULARY, HIDDEN, scale=0.04)
+    return weights
+
+
+def _write_model(folder: pathlib.Path, weights: Weights, tied: bool) -> pathlib.Path:
+    folder.mkdir()
+    Qwen3Config(
+        architectures=["Qwen3ForCausalLM"],
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=MLP,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=256,
+        tie_word_embeddings=tied,
+        dtype="bfloat16",
+    ).save_pretrained(folder)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+class Models:
+    """Two checkpoints, `original` and `scaled` (every tensor differs), tied or not."""
+
+    def __init__(self, folder: pathlib.Path, tied: bool) -> None:
+        weights = _random_weights(tied)
+        self.weights = {
+            "original": weights,
+            "scaled": {name: tensor * 1.25 for name, tensor in weights.items()},
+        }
+        self.folder = {name: _write_model(folder / name, w, tied) for name, w in self.weights.items()}
+
+    def load(self, name: str, process: bool) -> dict[str, Any]:
+        return {"load": str(self.folder[name] / "model.safetensors"), "buckets": BUCKETS, "process": process}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("untied"), tied=False)
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("tied"), tied=True)
+
+
+@pytest.fixture(scope="module")
+def release(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """The CPU wheel of the release that ships, verified by its pin and unpacked: a folder that holds `vllm`."""
+    upstream, folder = load_pins().upstreams["vllm"], tmp_path_factory.mktemp("release")
+    artefact = next(a for a in upstream.artefact if "cpu" in a.profiles)
+    with zipfile.ZipFile(fetch(artefact)) as wheel:
+        wheel.extractall(folder)
+    return folder
+
+
+def _run(job: pathlib.Path, model: pathlib.Path, steps: list[dict], release: pathlib.Path | None = None, **engine: Any):
+    """The results of an engine's steps. `release`: run that vLLM in place of the one installed here."""
+    settings = {"model": str(model), "enforce_eager": True, **engine}
+    (job / "job.json").write_text(json.dumps({"engine": settings, "steps": steps}))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    environment |= {
+        "PYTHONPATH": str(release or ""),
+        "PYTHONPYCACHEPREFIX": str(job.parent / "bytecode"),  # the engines after the first start in half the time
+        "TORCHINDUCTOR_VEC_ISA_OK": "1",  # takes the vector instructions as the kernel reports them, without a trial
+        "VLLM_CACHE_ROOT": str(job.parent / "cache"),
+        "VLLM_NO_USAGE_STATS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    if settings["enforce_eager"]:
+        environment["TORCH_COMPILE_DISABLE"] = "1"  # else the sampler is compiled, which takes longer than the test
+    command = [sys.executable, str(ENGINE), str(job)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}"
+    said = json.loads((job / "results.json").read_text())
+    assert said["origin"]["patched"] is (release is None), said["origin"]
+    assert release is None or pathlib.Path(said["origin"]["vllm"]).is_relative_to(release)
+    for outputs in said["results"]:
+        if isinstance(outputs, list):
+            _logprobs(outputs)
+    return said["results"]
+
+
+def _logprobs(outputs: Outputs) -> list[float]:
+    """All logprobs of the sampled tokens; none is missing, NaN or infinite."""
+    values = [value for request in outputs for value in request["logprobs"]]
+    assert len(values) == 7 * 12
+    assert all(
+        math.isfinite(value) for request in outputs for value in request["logprobs"] + request["prompt_logprobs"]
+    )
+    return values
+
+
+def _changed(one: Outputs, two: Outputs) -> int:
+    return sum(a != b for a, b in zip(_logprobs(one), _logprobs(two), strict=True))
+
+
+def _unfused(resident: Weights) -> Weights:
+    """vLLM's parameters under the checkpoint's names."""
+    weights: Weights = {}
+    for name, tensor in resident.items():
+        stem = name.rpartition(".weight")[0]
+        if stem.endswith("qkv_proj"):
+            parts = dict(zip(("q_proj", "k_proj", "v_proj"), tensor.split(QKV), strict=True))
+        elif stem.endswith("gate_up_proj"):
+            parts = dict(zip(("gate_proj", "up_proj"), tensor.split(MLP), strict=True))
+        else:
+            parts = {stem.rpartition(".")[2]: tensor}
+        prefix = stem.rpartition(".")[0]
+        weights |= {f"{prefix}.{part}.weight".lstrip("."): value for part, value in parts.items()}
+    return weights
+
+
+def _assert_resident(file: pathlib.Path, sent: Weights) -> None:
+    resident = _unfused(load_file(file))
+    assert resident.keys() == sent.keys()
+    for name, tensor in sent.items():
+        assert resident[name].dtype == tensor.dtype, name
+        assert torch.equal(resident[name].view(torch.int16), tensor.view(torch.int16)), name
+
+
+@pytest.fixture(scope="module")
+def default(tmp_path_factory: pytest.TempPathFactory, models: Models) -> list[Any]:
+    """The patched engine as anyone starts it: no switch. It generates, then is asked to load."""
+    steps = [{"generate": True}, models.load("scaled", process=False)]
+    return _run(tmp_path_factory.mktemp("default"), models.folder["original"], steps)
+
+
+@pytest.fixture(scope="module")
+def reloaded(tmp_path_factory: pytest.TempPathFactory, models: Models) -> tuple[pathlib.Path, list[Any]]:
+    """An engine that keeps its weights: starts on the original, takes it again, then the scaled, then the original."""
+    job = tmp_path_factory.mktemp("reloaded")
+    steps = [
+        {"generate": True},
+        models.load("original", process=False),
+        {"generate": True},
+        models.load("scaled", process=False),
+        {"read": str(job / "scaled.safetensors")},
+        {"generate": True},
+        models.load("original", process=True),
+        {"read": str(job / "original.safetensors")},
+        {"generate": True},
+    ]
+    return job, _run(job, models.folder["original"], steps, **KEEP)
+
+
+def test_the_version_names_the_release_and_its_patches() -> None:
+    version = importlib.metadata.version("vllm")
+    assert version.startswith("0.26.0+cpu.samebits."), f"vLLM {version} is not our wheel: install the patched wheels"
+
+
+def test_default_arm_unchanged(
+    tmp_path: pathlib.Path, release: pathlib.Path, models: Models, default: list[Any]
+) -> None:
+    """With no switch set: the release's tokens and logprobs, bit for bit, and its refusal to load a packed weight."""
+    steps = [{"generate": True}, models.load("scaled", process=False)]
+    unpatched = _run(tmp_path, models.folder["original"], steps, release)
+    assert default[0] == unpatched[0]
+    assert default[1] == unpatched[1] != ""
+
+
+def test_keeping_weights_changes_no_bit(default: list[Any], reloaded: tuple[pathlib.Path, list[Any]]) -> None:
+    assert reloaded[1][0] == default[0]
+
+
+def test_a_load_takes_effect_and_the_original_comes_back(reloaded: tuple[pathlib.Path, list[Any]]) -> None:
+    start, _, same, _, _, scaled, _, _, again = reloaded[1]
+    assert [result for result in reloaded[1] if isinstance(result, str)] == ["", "", ""]
+    assert same == start
+    assert _changed(scaled, start) == len(_logprobs(start))
+    assert again == start
+
+
+def test_a_loaded_engine_equals_a_fresh_one(
+    tmp_path: pathlib.Path, models: Models, reloaded: tuple[pathlib.Path, list[Any]]
+) -> None:
+    fresh = _run(tmp_path, models.folder["scaled"], [{"generate": True}])
+    assert fresh[0] == reloaded[1][5]
+
+
+@pytest.mark.parametrize("name", ["original", "scaled"])
+def test_resident_weights_are_what_was_sent(
+    models: Models, reloaded: tuple[pathlib.Path, list[Any]], name: str
+) -> None:
+    _assert_resident(reloaded[0] / f"{name}.safetensors", models.weights[name])
+
+
+def test_tied_output_and_compiled_graph_follow_a_load(tmp_path_factory: pytest.TempPathFactory, tied: Models) -> None:
+    """The output layer is the embedding, and the graph was traced before the load: both serve the new weights."""
+    one, two = tmp_path_factory.mktemp("loaded"), tmp_path_factory.mktemp("fresh")
+    steps = [
+        {"generate": True},
+        tied.load("scaled", process=False),
+        {"read": str(one / "scaled.safetensors")},
+        {"generate": True},
+    ]
+    start, error, _, scaled = _run(one, tied.folder["original"], steps, enforce_eager=False, **KEEP)
+    (fresh,) = _run(two, tied.folder["scaled"], steps[:1], enforce_eager=False)
+    assert error == ""
+    assert _changed(scaled, start) == len(_logprobs(start))
+    assert scaled == fresh
+    _assert_resident(one / "scaled.safetensors", tied.weights["scaled"])

@@ -1,0 +1,103 @@
+"""One vLLM engine on the CPU, in a process of its own: `python vllm_engine.py JOB`, JOB a folder with job.json.
+
+job.json: {"engine": arguments of LLM, "steps": [...]}. Each step adds a result to JOB/results.json:
+{"generate": true}, {"load": weights file, "buckets": n, "process": bool} or {"read": file to write}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import sys
+from typing import Any
+
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+
+import torch
+from safetensors.torch import load_file, save_file
+from vllm.model_executor.layers import utils
+from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+import vllm
+from vllm import LLM, SamplingParams
+
+PROMPT_LENGTHS = (3, 9, 17, 33, 40, 61)
+RESPONSE = 12
+
+
+def generate(llm: LLM) -> list[dict[str, Any]]:
+    """Six prompts at once, then one alone: sampled tokens, their logprobs and the prompt's."""
+    random = torch.Generator().manual_seed(11)
+    prompts: Any = [{"prompt_token_ids": torch.randint(0, 64, (n,), generator=random).tolist()} for n in PROMPT_LENGTHS]
+    sampling = SamplingParams(
+        max_tokens=RESPONSE,
+        temperature=1.0,
+        seed=5,
+        logprobs=0,
+        prompt_logprobs=0,
+        ignore_eos=True,
+        detokenize=False,
+    )
+    outputs = []
+    for batch in (prompts, prompts[:1]):
+        requests: Any = llm.generate(batch, sampling, use_tqdm=False)
+        for request in requests:
+            one = request.outputs[0]
+            sampled = [step[token].logprob for token, step in zip(one.token_ids, one.logprobs, strict=True)]
+            pairs = zip(request.prompt_token_ids[1:], request.prompt_logprobs[1:], strict=True)
+            prompt = [step[token].logprob for token, step in pairs]
+            outputs.append({"tokens": list(one.token_ids), "logprobs": sampled, "prompt_logprobs": prompt})
+    return outputs
+
+
+def load(worker: Any, file: str, buckets: int, process: bool) -> None:
+    """What verl does in a weight sync: `load_weights` a bucket, each in memory that the next one reuses."""
+    runner = worker.model_runner
+    weights = list(reversed(load_file(file).items()))
+    for n in range(buckets):
+        bucket = weights[n::buckets]  # parts of a fused weight come in different buckets
+        runner.model.load_weights(bucket)
+        for _, tensor in bucket:
+            tensor.fill_(float("nan"))
+    if process:
+        process_weights_after_loading(runner.model, runner.model_config, worker.device)
+
+
+def read(worker: Any, file: str) -> None:
+    """Write every resident parameter under its name in vLLM."""
+    parameters = worker.model_runner.model.named_parameters()
+    save_file({name: parameter.detach().clone().contiguous() for name, parameter in parameters}, file)
+
+
+def main(job: pathlib.Path) -> None:
+    task = json.loads((job / "job.json").read_text())
+    llm = LLM(
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=128,
+        max_num_seqs=8,
+        max_num_batched_tokens=256,
+        enable_prefix_caching=False,
+        seed=0,
+        **task["engine"],
+    )
+    results: list[Any] = []
+    for step in task["steps"]:
+        if "generate" in step:
+            results.append(generate(llm))
+        elif "read" in step:
+            llm.collective_rpc(read, args=(step["read"],))
+            results.append(None)
+        else:
+            try:
+                llm.collective_rpc(load, args=(step["load"], step["buckets"], step["process"]))
+                results.append("")
+            except Exception as error:
+                results.append(f"{type(error).__name__}: {error}")
+    origin = {"vllm": vllm.__file__, "patched": hasattr(utils, "keeps_cpu_weight")}
+    (job / "results.json").write_text(json.dumps({"origin": origin, "results": results}))
+
+
+if __name__ == "__main__":
+    main(pathlib.Path(sys.argv[1]))
