@@ -4,6 +4,7 @@ What a command needs is imported inside of it, so that --help is quick and works
 adds its typer app by one `app.add_typer(...)` line. Exit codes: 0 done, 1 an error or a failed check, 2 wrong usage.
 """
 
+import shlex
 import sys
 from collections.abc import Iterable, Iterator
 from enum import StrEnum
@@ -274,28 +275,61 @@ def patch_hashes(
 def run_rl(
     arm: Annotated[int, typer.Option(help="0: vLLM and Megatron as they are; 1: batch invariant")],
     folder: Annotated[Path, typer.Option("--out", help="a new folder for capsules, logs and the receipt")],
-    steps: Annotated[int, typer.Option(min=1, help="optimizer steps; 3 compare θ0, θ1 and θ2")] = 3,
+    steps: Annotated[
+        int, typer.Option(min=1, help="optimizer steps; 3 compare θ0, θ1 and θ2, and with fewer no verdict is a pass")
+    ] = 3,
+    page: Annotated[Path | None, typer.Option("--report", help="where the page goes; default OUT/report.html")] = None,
+    replace: Annotated[bool, typer.Option("--replace", help="remove a run that is over from --out first")] = False,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="a Hydra override; repeat for more")
+    ] = None,
+    warm_start: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="seed, layers, hidden or steps of the warm start; repeat for more"),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print what would run, and start nothing")] = False,
 ) -> None:
     """Run the RL recipe on this machine's CPU and judge it: the receipt is OUT/receipt.json, the page OUT/report.html.
 
-    Exit code 0 for the verdict pass, 1 for any other.
+    Exit code 0 for the verdict pass, 1 for any other; the page is drawn in either case.
 
-    Example: `samebits run rl --arm 0 --steps 3 --out build/loop/bi0`
+    Examples: `samebits run rl --arm 0 --out build/loop/bi0`,
+    `samebits run rl --arm 0 --out build/small --set data.train_batch_size=8 --warm-start steps=60`
     """
     from samebits.judge import summary
     from samebits.recipe import launch
-    from samebits.report import render
+    from samebits.recipe.warm_start import WarmStart
 
+    overrides = _pairs(settings, "--set")
+    model = WarmStart.described(_pairs(warm_start, "--warm-start"))
+    if dry_run:
+        planned = launch.plan(arm, steps, overrides, model)
+        out.print(f"configuration: sha256 {planned.config_sha256}", markup=False)
+        out.print(f"command: {shlex.join(planned.command)}", markup=False)
+        return
+    page = page or folder / "report.html"
     with err.status("starting") as status:
 
         def say(phase: str) -> None:
             status.update(phase)
             err.print(phase, markup=False)
 
-        receipt = launch.run_rl(arm, steps, folder, say=say)
-    render([folder], folder / "report.html")
+        receipt = launch.run_rl(arm, steps, folder, overrides, model, say, replace, page)
+    out.print(f"report: {page}", markup=False)
     _verdict(receipt, summary(receipt))
-    out.print(f"report: {folder / 'report.html'}", markup=False)
+
+
+def _pairs(texts: list[str] | None, option: str) -> dict[str, str]:
+    """KEY=VALUE texts as a table, in their order."""
+    pairs = {}
+    for text in texts or []:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise typer.BadParameter(f"{text} is not KEY=VALUE", param_hint=option)
+        if key in pairs:
+            raise typer.BadParameter(f"{key} is given twice", param_hint=option)
+        pairs[key] = value
+    return pairs
 
 
 @app.command("judge")

@@ -2,5 +2,5 @@
 
 from samebits.recipe.warm_start import WarmStart
 
-REDUCED_MODEL = WarmStart(steps=20)
+REDUCED_MODEL = WarmStart(steps=60)
 REDUCED: dict[str, object] = {"data.train_batch_size": 8, "actor_rollout_ref.rollout.n": 8}

@@ -33,7 +33,7 @@ from megatron_steps import (
 )
 
 from samebits.sources.fetch import fetch
-from samebits.sources.patching import plan_patch, read_folder
+from samebits.sources.patching import plan_patch
 from samebits.sources.patchset import load_series
 from samebits.sources.pins import load_pins
 
@@ -407,13 +407,16 @@ class _CudaIsAvailable(ast.NodeTransformer):
 
 def test_with_cuda_the_patched_source_is_the_release(release: pathlib.Path) -> None:
     """Each touched file, with every question for CUDA answered by yes, is the release's syntax tree."""
-    read = read_folder(release)
+
+    def read(path: str) -> bytes:
+        return (release / path).read_bytes()
+
     patch = next(patch for patch in load_series(REPOSITORY / "patches", UPSTREAM) if patch.name == PATCH)
     sources = plan_patch(read, patch, BASE)
     edits = sum(not edit.bases or BASE in edit.bases for edit in patch.edits)
     decisions = 0
     for path, source in sources.items():
-        before, after = ast.parse(read(path) or b""), ast.parse(source)
+        before, after = ast.parse(read(path)), ast.parse(source)
         assert ast.dump(before) != ast.dump(after), path
         folds = [_CudaIsAvailable(), _CudaIsAvailable()]
         trees = [ast.dump(fold.visit(tree)) for fold, tree in zip(folds, (before, after), strict=True)]

@@ -72,16 +72,17 @@ def read(worker: Any, file: str) -> None:
 
 def main(job: pathlib.Path) -> None:
     task = json.loads((job / "job.json").read_text())
-    llm = LLM(
-        skip_tokenizer_init=True,
-        dtype="bfloat16",
-        max_model_len=128,
-        max_num_seqs=8,
-        max_num_batched_tokens=256,
-        enable_prefix_caching=False,
-        seed=0,
+    settings = {
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "max_model_len": 128,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 256,
+        "enable_prefix_caching": False,
+        "seed": 0,
         **task["engine"],
-    )
+    }
+    llm = LLM(**settings)
     results: list[Any] = []
     for step in task["steps"]:
         if "generate" in step:

@@ -19,7 +19,7 @@ from samebits.evidence import eventlog, provenance
 from samebits.evidence.capsule import read_capsule, write_capsule
 
 BOUNDS = {"qwen3-4x1024": {"max_abs": 0.25, "calibrated": "a unit test"}}
-GROUPS, SAMPLES, PROMPT, RESPONSE = 4, 4, 9, 12
+GROUPS, SAMPLES, PROMPT, RESPONSE = 4, 4, 9, 160
 Change = Callable[[dict[str, Any], dict[str, Any]], None]
 
 
@@ -78,6 +78,7 @@ def step(k: int, arm: int, rng: np.random.Generator, rows: int = SAMPLES) -> tup
         "reward": reward,
         "group": group,
         "seed": rng.permutation(1000)[:n],
+        "order": rng.permutation(n),
     }
     update = {
         "from": f"theta{k - 1}",
@@ -131,13 +132,15 @@ def make_run(run: Path, arm: int = 0, rows: int = SAMPLES, steps: int = 3) -> Pa
     """Write a run that passes: claim observe at arm 0, zero at arm 1."""
     rng = np.random.default_rng(arm)
     provenance.write(run / "execution.json", execution(arm))
+    (run / "config.json").write_text("config")
     eventlog.append(run / "events.jsonl", "start", arm=arm)
     (run / "capsules").mkdir()
     for k in range(steps):
         for kind in ("sync", "fresh"):
             write_capsule(run / f"capsules/{kind}-{k:04d}", *sync(kind, k, arm))
         write_capsule(run / f"capsules/step-{k + 1:04d}", *step(k + 1, arm, rng, rows))
-    eventlog.append(run / "events.jsonl", "finish")
+    for event in ("trained", "probed"):
+        eventlog.append(run / "events.jsonl", event)
     return run
 
 

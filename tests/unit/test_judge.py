@@ -24,6 +24,7 @@ import samebits.judge
 from samebits.evidence import receipt
 from samebits.evidence.capsule import Tensor
 from samebits.judge import JudgeError, compare, judge_run, read_bounds, rejudge, summary
+from samebits.sources.pins import ROOT
 
 Lie = Callable[[Path], Any]
 
@@ -382,9 +383,22 @@ LIES: list[tuple[str, Lie, str, str]] = [
     ("no fresh engine", remove("capsules/fresh-0002"), "inconclusive", "capsules/fresh-0002: missing"),
     ("nothing recorded", remove("capsules"), "inconclusive", "capsules/step-0001: missing"),
     ("no event log", remove("events.jsonl"), "inconclusive", "no event log"),
-    ("an event log without an event", empty_log, "inconclusive", "no event recorded"),
+    ("an event log without an event", empty_log, "inconclusive", "the run did not reach its end"),
     ("bypass", edit("step-0002", lambda m, t: m.update(bypass=True)), "inconclusive", "recomputation was bypassed"),
-    ("zero valid tokens", edit("step-0001", lambda m, t: t["valid"].fill(False)), "inconclusive", "no valid token"),
+    ("a sequence seen twice", edit("step-0001", lambda m, t: t["order"].fill(0)), "fail", "see each sequence once"),
+    (
+        "another configuration",
+        lambda run: (run / "config.json").write_text("other"),
+        "fail",
+        "is not the configuration",
+    ),
+    ("no configuration", lambda run: (run / "config.json").unlink(), "inconclusive", "no resolved configuration"),
+    (
+        "zero valid tokens",
+        edit("step-0001", lambda m, t: t["valid"].fill(False)),
+        "inconclusive",
+        "0 valid tokens, fewer than 1000",
+    ),
     (
         "a path not executed",
         edit("step-0001", lambda m, t: [t[p].fill(0) for p in ("rollout", "recompute", "actor")]),
@@ -536,15 +550,38 @@ def test_what_is_no_run_is_not_judged(tmp_path: Path) -> None:
         judge_run(tmp_path, "equal")
 
 
+CALIBRATED = {"max_abs": 0.5, "rounding": 0.25, "temperature": 1.5, "position": 8.0, "mask": 3.0, "tokens": 6144}
+
+
+def bounds_file(folder: Path, **changes: Any) -> Path:
+    row = {**CALIBRATED, "command": "samebits probe", **changes}
+    (folder / "bounds.json").write_text(json.dumps({"qwen3-4x1024": row}))
+    return folder / "bounds.json"
+
+
 def test_bounds_are_looked_up_by_model(runs: dict[int, Path], tmp_path: Path) -> None:
-    (tmp_path / "bounds.json").write_text('{"qwen3-4x1024": {"max_abs": 0.5, "calibrated": "how"}}')
-    bounds = read_bounds(tmp_path / "bounds.json")
-    assert judge_run(runs[0], "observe", bounds)["bound"] == {"max_abs": 0.5, "calibrated": "how"}
+    bounds = read_bounds(bounds_file(tmp_path))
+    said = "samebits probe: rounding 0.25 over 6144 tokens; planted temperature 1.5, position 8, mask 3"
+    assert judge_run(runs[0], "observe", bounds)["bound"] == {"max_abs": 0.5, "calibrated": said}
     assert judge_run(runs[0], "observe", {"another model": bounds["qwen3-4x1024"]})["verdict"] == "inconclusive"
-    for content in ("[]", "{", '{"small": 1}', '{"small": {"max_abs": "x", "calibrated": ""}}'):
-        (tmp_path / "bounds.json").write_text(content)
-        with pytest.raises(JudgeError, match="restore the file"):
-            read_bounds(tmp_path / "bounds.json")
+
+
+@pytest.mark.parametrize("change", [{"max_abs": 0.2}, {"mask": 0.5}, {"position": 0.1}, {"rounding": 0.0}])
+def test_a_bound_that_separates_nothing_is_refused(tmp_path: Path, change: dict[str, float]) -> None:
+    """Below what rounding does, or at or above what a planted mistake does: it would accuse all or nobody."""
+    with pytest.raises(JudgeError, match="does not lie between rounding and every planted mistake"):
+        read_bounds(bounds_file(tmp_path, **change))
+
+
+@pytest.mark.parametrize("content", ["[]", "{", '{"small": 1}', '{"small": {"max_abs": "x"}}'])
+def test_what_is_no_table_of_bounds_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "bounds.json").write_text(content)
+    with pytest.raises(JudgeError, match="restore the file"):
+        read_bounds(tmp_path / "bounds.json")
+
+
+def test_a_committed_bound_is_calibrated() -> None:
+    assert read_bounds(ROOT / "manifests" / "evidence" / "bounds.json")
 
 
 # Committed receipts
@@ -611,7 +648,7 @@ FORGERIES: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [
     ("an update removed", lambda d: d["updates"].pop(), "update theta1: not recorded"),
     ("a sync removed", lambda d: d["sync"].pop(), "sync theta2: not recorded"),
     ("a capsule removed", lambda d: d["capsules"].pop("capsules/step-0002"), "capsules/step-0002: missing"),
-    ("no tokens", lambda d: [c.update(valid_tokens=0) for c in d["compares"]], "no valid token"),
+    ("no tokens", lambda d: [c.update(valid_tokens=0) for c in d["compares"]], "0 valid tokens, fewer than 1000"),
     ("unequal token counts", lambda d: d["compares"][0].update(valid_tokens=5), "one number of valid tokens"),
     ("more mismatches than tokens", lambda d: d["compares"][0].update(mismatched=10**6), "mismatched <= valid_tokens"),
     (
@@ -682,4 +719,4 @@ def test_the_judge_imports_nothing_that_it_judges() -> None:
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
             for name in names:
                 assert name.split(".")[0] in allowed
-                assert not name.startswith("samebits.") or name.startswith("samebits.evidence")
+                assert not name.startswith("samebits.") or name.startswith(("samebits.evidence", "samebits.errors"))

@@ -89,7 +89,7 @@ def test_both_arms_stand_side_by_side(runs: dict[int, Path], tmp_path: Path) -> 
 def test_every_count_of_the_receipt_is_on_the_page(runs: dict[int, Path], tmp_path: Path) -> None:
     document, text = receipt.read(runs[0] / "receipt.json"), page(tmp_path, runs[0]).text
     for c in document["compares"]:
-        row = f"{c['weights'].replace('theta', 'θ')} {c['path']} {c['valid_tokens']} {c['mismatched']}"
+        row = f"{c['weights'].replace('theta', 'θ')} {c['path']} {c['valid_tokens']:,} {c['mismatched']:,}"
         assert row in text
     for u in document["updates"]:
         assert f"{u['grad_norm']:.4g}" in text and f"{u['changed_parameters'] / 1000:.1%} of 1,000" in text

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import toy
 
-from samebits.sources.patching import apply_series, plan_series, read_folder
+from samebits.sources.patching import plan_series
 from samebits.sources.series import SeriesError, apply_to_checkout, export
 
 
@@ -28,7 +28,7 @@ def git(folder: Path, *arguments: str) -> str:
 
 
 def exported(tree: Path, patches: Path, out: Path) -> list[Path]:
-    read = read_folder(tree)
+    read = toy.read_folder(tree)
     return export(read, plan_series(read, "toy", "1.0", patches), toy.COMMIT, out)
 
 
@@ -52,7 +52,7 @@ def test_git_am_gives_the_tree_that_the_engine_gives(checkout: Path, tmp_path: P
     ]
     assert git(tree, "status", "--porcelain") == ""
     assert git(checkout, "status", "--porcelain") == "", "the checkout's own work tree is as it was"
-    apply_series(checkout, "toy", "1.0", patches)
+    toy.apply_series(checkout, "toy", "1.0", patches)
     names = git(tree, "ls-files").split()
     assert "tests/test_new.py" in names
     for name in names:

@@ -4,7 +4,9 @@ import zipfile
 from pathlib import Path
 
 from samebits.sources.fetch import file_sha256
+from samebits.sources.patching import Read, plan_series
 from samebits.sources.pins import Artefact, Base, Commit, Upstream
+from samebits.sources.records import FileChange, file_changes
 
 COMMIT = Commit("samebits authors", "samebits@localhost", "2026-01-01T00:00:00+0000")
 METADATA = """\
@@ -68,3 +70,19 @@ def series(patches_root: Path) -> Path:
         (two / "files" / path).parent.mkdir(parents=True, exist_ok=True)
         (two / "files" / path).write_text("y = 1\n")
     return patches_root
+
+
+def read_folder(tree: Path) -> Read:
+    """A `read` over a folder; a path that does not exist gives None."""
+    return lambda path: (tree / path).read_bytes() if (tree / path).is_file() else None
+
+
+def apply_series(tree: Path, upstream: str, base: str, patches_root: Path) -> list[FileChange]:
+    """Put the series of `patches_root/upstream` onto the source folder `tree` of version `base`, in place."""
+    steps = plan_series(read_folder(tree), upstream, base, patches_root)
+    changes = file_changes(read_folder(tree), steps)
+    for _, changed in steps:
+        for path, data in changed.items():
+            (tree / path).parent.mkdir(parents=True, exist_ok=True)
+            (tree / path).write_bytes(data)
+    return changes

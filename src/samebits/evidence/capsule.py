@@ -55,6 +55,7 @@ LAYOUT: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {
         "reward": (("float32",), "n"),
         "group": (("int64",), "n"),
         "seed": (("int64",), "n"),
+        "order": (("int64",), "n"),
     },
     "sync": {
         "probe_tokens": (("int64",), "QL"),

@@ -56,6 +56,7 @@ SWITCHES = [
     "ONEDNN_DEFAULT_FPMATH_MODE",
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY",
     "ATEN_CPU_CAPABILITY",
+    "TORCH_COMPILE_DISABLE",
     "TORCHINDUCTOR_FREEZING",
     "TORCH_BLAS_PREFER_CUBLASLT",
     "CUBLAS_WORKSPACE_CONFIG",
@@ -68,6 +69,9 @@ SWITCHES = [
     "NCCL_ALGO",
     "NCCL_PROTO",
     "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_VISIBLE_DEVICES",
+    "VERL_PLATFORM",
+    "VERL_WEIGHT_SYNC_TIMEOUT_S",
 ]
 
 # The x86 and Arm instruction sets that a kernel library dispatches on for floating-point work.

@@ -27,7 +27,9 @@ REQUIRED = tuple(
     + [f"{kind}-{k:04d}" for kind in ("sync", "fresh") for k in range(COMPARES)]
 )
 _CLAIMED = tuple(f"theta{k}" for k in range(COMPARES - 1))  # the weights whose updates the comparisons enclose
-EXIT_CODE = {"pass": 0, "fail": 1, "inconclusive": 2}
+MIN_TOKENS = 1000  # of one comparison: fewer say nothing of a policy
+_EVENTS = ("trained", "probed")  # what a run that went through to its end has logged
+_MISTAKES = ("temperature", "position", "mask")
 
 Bounds = dict[str, dict[str, Any]]
 Reason = dict[str, str]  # {"verdict": fail|inconclusive, "where", "what"}
@@ -49,6 +51,7 @@ def judge_run(run: Path, claim: str = "observe", bounds: Bounds | None = None) -
     reasons: list[Reason] = []
     execution = _read_execution(run, reasons)
     _check_events(run, reasons)
+    _check_config(run, execution, reasons)
     capsules = _read_capsules(run, execution, reasons)
     facts = {
         "arm": execution and execution["arm"],
@@ -99,14 +102,22 @@ def rejudge(
 
 
 def read_bounds(file: Path) -> Bounds:
-    """Calibrated bounds, JSON of {model name: {"max_abs", "calibrated"}}: the largest |difference| of two logprobs, in
-    nats, that rounding explains for a model, and how that was established. JudgeError if `file` is anything else."""
+    """Calibrated bounds, JSON of {model name: figures of `samebits.probe.rounding`, max_abs and the command}.
+
+    max_abs is the largest |difference| of two logprobs, in nats, that rounding explains for a model. JudgeError for
+    anything else, and for a bound that rounding alone breaks or that a planted mistake would not exceed."""
     try:
         table = strictjson.loads(file.read_bytes())
-        return {
-            name: {"max_abs": float(bound["max_abs"]), "calibrated": str(bound["calibrated"])}
-            for name, bound in table.items()
-        }
+        bounds = {}
+        for name, row in table.items():
+            bound, rounding = float(row["max_abs"]), float(row["rounding"])
+            mistakes = {mistake: float(row[mistake]) for mistake in _MISTAKES}
+            if not 0 < rounding <= bound < min(mistakes.values()):
+                raise ValueError(f"{name}: max_abs {bound} does not lie between rounding and every planted mistake")
+            figures = ", ".join(f"{mistake} {size:.3g}" for mistake, size in mistakes.items())
+            said = f"{row['command']}: rounding {rounding:.3g} over {row['tokens']} tokens; planted {figures}"
+            bounds[name] = {"max_abs": bound, "calibrated": said}
+        return bounds
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise JudgeError(f"{file}: no table of calibrated bounds: {error!r}; restore the file") from error
 
@@ -146,8 +157,21 @@ def _check_events(run: Path, reasons: list[Reason]) -> None:
         return
     if log.damage:
         reasons.append(_fail("events.jsonl", log.damage))
-    elif not log.entries:
-        reasons.append(_open("events.jsonl", "no event recorded"))
+        return
+    logged = {entry["event"] for entry in log.entries}
+    if missing := [event for event in _EVENTS if event not in logged]:
+        reasons.append(_open("events.jsonl", f"does not say {' or '.join(missing)}: the run did not reach its end"))
+
+
+def _check_config(run: Path, execution: dict[str, Any] | None, reasons: list[Reason]) -> None:
+    """The fresh engines take their arguments from config.json: it must be the one that the identity names."""
+    try:
+        digest = hashlib.sha256((run / "config.json").read_bytes()).hexdigest()
+    except OSError:
+        reasons.append(_open("config.json", "no resolved configuration"))
+        return
+    if execution is not None and digest != execution["config_sha256"]:
+        reasons.append(_fail("config.json", "is not the configuration that the execution identity names"))
 
 
 def _read_capsules(run: Path, execution: dict[str, Any] | None, reasons: list[Reason]) -> dict[str, Capsule]:
@@ -218,6 +242,8 @@ def _compares(capsule: Capsule, reasons: list[Reason]) -> Iterator[dict[str, Any
         reasons.append(_fail(where, f"a prompt length is outside 1 to {longest}"))
     if any((ids[mask] < 0).any() for ids, mask in _pieces(tensors["responses"], tensors["valid"])):
         reasons.append(_fail(where, "a valid position holds no token"))
+    if not np.array_equal(np.sort(tensors["order"].read()), np.arange(length.size)):
+        reasons.append(_fail(where, "the update did not see each sequence once"))
     for path in PATHS:
         if tensors[path].dtype != tensors["rollout"].dtype:
             reasons.append(_fail(where, f"{path} is {tensors[path].dtype}, rollout {tensors['rollout'].dtype}"))
@@ -388,8 +414,8 @@ def _rules(facts: dict[str, Any]) -> Iterator[Reason]:
 
 def _compare_rules(c: dict[str, Any], claim: str, bound: dict[str, Any] | None) -> Iterator[Reason]:
     where = f"{c['weights']} {c['path']}"
-    if c["valid_tokens"] == 0:
-        yield _open(where, "no valid token")
+    if c["valid_tokens"] < MIN_TOKENS:
+        yield _open(where, f"{c['valid_tokens']} valid tokens, fewer than {MIN_TOKENS}")
     if c["nonfinite"]:
         yield _fail(where, f"{c['nonfinite']} logprobs are infinite or NaN")
     if c["constant"]:

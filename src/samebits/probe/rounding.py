@@ -16,7 +16,7 @@ from transformers import Qwen3ForCausalLM
 
 from samebits.recipe import inputs, model, task
 
-QUESTIONS, ANSWER_TOKENS, SEED = 256, 24, 11
+ANSWER_TOKENS, SEED = 24, 11
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class Rounding:
     mask: float
 
 
-def _sampled(net: Qwen3ForCausalLM) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _sampled(net: Qwen3ForCausalLM, questions: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Left-padded questions with sampled answers: tokens (n, P+A), attention mask of the same shape, positions."""
     tokenizer = model.tokenizer()
     tokenizer.padding_side = "left"
-    chats = [[{"role": "user", "content": q}] for q, _ in task.examples(QUESTIONS, inputs.PROBE_SEED + 1)]
+    chats = [[{"role": "user", "content": q}] for q, _ in task.examples(questions, inputs.PROBE_SEED + 1)]
     encoded = tokenizer.apply_chat_template(
         chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
     )
@@ -44,7 +44,7 @@ def _sampled(net: Qwen3ForCausalLM) -> tuple[torch.Tensor, torch.Tensor, torch.T
         tokens = net.generate(
             **encoded, do_sample=True, top_k=0, min_new_tokens=ANSWER_TOKENS, max_new_tokens=ANSWER_TOKENS
         )
-    mask = torch.cat([encoded["attention_mask"], torch.ones(QUESTIONS, ANSWER_TOKENS, dtype=torch.long)], dim=-1)
+    mask = torch.cat([encoded["attention_mask"], torch.ones(questions, ANSWER_TOKENS, dtype=torch.long)], dim=-1)
     return tokens, mask, (mask.cumsum(-1) - 1).clamp(min=0)
 
 
@@ -58,11 +58,11 @@ def _log_probs(
 
 
 @torch.no_grad()
-def measure(folder: pathlib.Path) -> Rounding:
+def measure(folder: pathlib.Path, questions: int = 256) -> Rounding:
     """Measures a checkpoint folder; the same folder and software give the same figures."""
     exact = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     rounded = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
-    tokens, mask, positions = _sampled(exact)
+    tokens, mask, positions = _sampled(exact, questions)
     right = _log_probs(exact, tokens, mask, positions)
 
     def largest(other: torch.Tensor) -> float:

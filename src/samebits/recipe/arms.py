@@ -21,11 +21,22 @@ CPU_DEFAULTS = {
     "HF_HUB_OFFLINE": "1",
     # One function of verl's entropy is compiled at its first call, half a minute of compiler for a sum.
     "TORCH_COMPILE_DISABLE": "1",
+    # How long a weight sync may be silent before the run ends with an error.
+    "VERL_WEIGHT_SYNC_TIMEOUT_S": "45",
+    # Megatron Core adds to its version the commit of whatever repository it finds itself in, here the one around .venv.
+    "NO_VCS_VERSION": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "PYTHONUNBUFFERED": "1",
 }
+
+# What the CPU is, whatever a user has set. The lock's torch is a CUDA build, and Megatron asks it for a device. The
+# list is not empty because Ray refuses a logical GPU under an empty one; no device has the number -1.
+CPU_FIXED = {"CUDA_VISIBLE_DEVICES": "-1"}
+
+# vLLM's switch between its two model runners. Unset, the choice depends on whether Triton finds a driver.
+RUNNER_SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
 
 
 class ArmError(SamebitsError):
@@ -36,7 +47,8 @@ def environment(arm: int, base: Mapping[str, str]) -> dict[str, str]:
     """The environment of a run of ``arm`` on the CPU, from the caller's.
 
     Raises:
-        ArmError: arm 1, until its operators exist; or a `VLLM_BATCH_INVARIANT` that contradicts the arm.
+        ArmError: arm 1, until its operators exist; a `VLLM_BATCH_INVARIANT` that contradicts the arm; or vLLM's
+            model runner V2, which does not run on the CPU.
     """
     if arm not in CLAIM:
         raise ArmError(f"--arm {arm}: there are two arms, 0 (vLLM and Megatron as they are) and 1 (batch invariant)")
@@ -48,4 +60,14 @@ def environment(arm: int, base: Mapping[str, str]) -> dict[str, str]:
     said = base.get(SWITCH, str(arm))
     if said != str(arm):
         raise ArmError(f"{SWITCH}={said} in the environment contradicts --arm {arm}: unset it, the arm sets it")
-    return {**CPU_DEFAULTS, **base, SWITCH: str(arm)}
+    if base.get(RUNNER_SWITCH, "0") != "0":
+        raise ArmError(
+            f"{RUNNER_SWITCH}={base[RUNNER_SWITCH]} in the environment: vLLM's model runner V2 needs Triton, which has "
+            "no driver on the CPU; unset it, or set it to 0"
+        )
+    return {**CPU_DEFAULTS, **base, **CPU_FIXED, RUNNER_SWITCH: "0", SWITCH: str(arm)}
+
+
+def runner(environment: Mapping[str, str]) -> str:
+    """vLLM's model runner in an environment that `environment` made."""
+    return "v2" if int(environment[RUNNER_SWITCH]) else "v1"

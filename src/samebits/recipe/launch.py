@@ -4,19 +4,25 @@
 (the warm start) is under ``build/cache``.
 """
 
+import fcntl
 import hashlib
 import json
 import os
 import pathlib
+import re
+import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from samebits.errors import SamebitsError
 from samebits.evidence import eventlog, provenance, receipt
 from samebits.judge import verdict
 from samebits.recipe import arms, inputs, process, warm_start
+from samebits.report import render
 from samebits.sources.pins import ROOT
 
 CONFIG = pathlib.Path(__file__).resolve().parent / "config"
@@ -28,31 +34,118 @@ class OutputInUse(SamebitsError):
     """The output folder holds something already."""
 
 
+class OverrideError(SamebitsError):
+    """A Hydra override that the recipe cannot take."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run before anything of it exists.
+
+    Attributes:
+        config: the resolved configuration; its text is config.json.
+        command: what a person types to get the same run; the recorded one.
+    """
+
+    arm: int
+    steps: int
+    overrides: dict[str, object]
+    model: warm_start.WarmStart
+    environment: dict[str, str]
+    config: dict[str, Any]
+    command: list[str]
+
+    @property
+    def config_text(self) -> str:
+        return json.dumps(self.config, indent=1, sort_keys=True) + "\n"
+
+    @property
+    def config_sha256(self) -> str:
+        return hashlib.sha256(self.config_text.encode()).hexdigest()
+
+
+def plan(
+    arm: int,
+    steps: int,
+    overrides: Mapping[str, object] | None = None,
+    model: warm_start.WarmStart | None = None,
+) -> Plan:
+    """Resolves what `run_rl` would run with the same arguments; starts and writes nothing.
+
+    Raises:
+        SamebitsError: an arm that cannot run here, or an override that the recipe cannot take.
+    """
+    environment = arms.environment(arm, os.environ)
+    changes, what = dict(overrides or {}), model or warm_start.WarmStart()
+    command = ["samebits", "run", "rl", "--arm", str(arm), "--steps", str(steps), "--out", "OUT"]
+    for key, value in changes.items():
+        if re.split(r"[.@/]", key.lstrip("+~"))[0] in ("recipe", "hydra"):
+            raise OverrideError(f"--set {key}: --steps, --out and --warm-start set it; use them, or set another key")
+        command += ["--set", f"{key}={value}"]
+    standard = asdict(warm_start.WarmStart())
+    for name, value in asdict(what).items():
+        if value != standard[name]:
+            command += ["--warm-start", f"{name}={value}"]
+    config = resolved_config({"recipe.steps": steps, **changes})
+    return Plan(arm, steps, changes, what, environment, config, command)
+
+
 def resolved_config(overrides: Mapping[str, object]) -> dict[str, Any]:
-    """The recipe's whole configuration, composed as verl's entry point will; the folders of this run left out."""
+    """The recipe's whole configuration, composed as verl's entry point will; the folders of this run left out.
+
+    Raises:
+        OverrideError: Hydra refuses an override.
+    """
     from hydra import compose, initialize_config_dir
+    from hydra.errors import HydraException
     from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
     folders = {f"recipe.{name}": name.upper() for name in ("model", "data", "out", "reward")}
-    with initialize_config_dir(str(CONFIG), version_base=None):
-        config = compose("rl", [f"{key}={value}" for key, value in {**folders, **overrides}.items()])
-    resolved = OmegaConf.to_container(config, resolve=True)
+    try:
+        with initialize_config_dir(str(CONFIG), version_base=None):
+            config = compose("rl", [f"{key}={value}" for key, value in {**folders, **overrides}.items()])
+        resolved = OmegaConf.to_container(config, resolve=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        reason = str(error).splitlines()[0]
+        raise OverrideError(
+            f"the recipe's configuration: {reason}; correct the --set, `+key=value` adds a key"
+        ) from error
     assert isinstance(resolved, dict)
     return {str(key): value for key, value in resolved.items()}
 
 
-def _claim(out: pathlib.Path) -> None:
-    """Takes the output folder, or refuses: two runs in one folder would be judged as one."""
+@contextmanager
+def _claimed(out: pathlib.Path, replace: bool = False) -> Iterator[None]:
+    """Holds the output folder for the life of a run: two runs in one folder would be judged as one.
+
+    The lock is the kernel's and ends with this process; that the file is there means only that a run was. With
+    ``replace`` a run that is over is removed, anything else refused and left as it is.
+    """
+    lock = out / "run.lock"
+    if out.exists() and not out.is_dir():
+        raise OutputInUse(f"{out} is not a folder: choose another --out")
+    others = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
+    if others and lock.name not in others:
+        raise OutputInUse(f"{out} is not empty and holds no run ({', '.join(others[:3])}): choose another --out")
     out.mkdir(parents=True, exist_ok=True)
-    try:
-        with (out / "run.lock").open("x") as file:
-            file.write(f"{os.getpid()}\n")
-    except FileExistsError:
-        raise OutputInUse(f"{out} holds a run already: choose another --out, or remove the folder first") from None
-    others = sorted(path.name for path in out.iterdir() if path.name != "run.lock")
-    if others:
-        (out / "run.lock").unlink()
-        raise OutputInUse(f"{out} is not empty ({', '.join(others[:3])}): choose another --out, or remove the folder")
+    with lock.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OutputInUse(f"{out}: a run is using it: wait, or choose another --out") from None
+        # The event log goes last: it shows that the rest is a run's, should the removal be cut short.
+        left = sorted((path for path in out.iterdir() if path != lock), key=lambda path: path.name == "events.jsonl")
+        if left and not replace:
+            raise OutputInUse(f"{out} holds a run already: choose another --out, or --replace it")
+        if left and left[-1].name != "events.jsonl":
+            raise OutputInUse(f"{out} is no run's folder, it has no events.jsonl: choose another --out")
+        for path in left:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        yield
 
 
 def _phases(out: pathlib.Path, steps: int, say: Say) -> Callable[[], None]:
@@ -76,6 +169,8 @@ def run_rl(
     overrides: Mapping[str, object] | None = None,
     model: warm_start.WarmStart | None = None,
     say: Say = print,
+    replace: bool = False,
+    page: pathlib.Path | None = None,
 ) -> dict[str, Any]:
     """Runs the recipe and returns the receipt, which is also ``out/receipt.json``.
 
@@ -86,36 +181,52 @@ def run_rl(
         overrides: Hydra overrides of the recipe, dotted name to value.
         model: which warm start; by default the recipe's own.
         say: told each phase as it is reached.
+        replace: remove a run that is over from ``out``.
+        page: where to draw the report, whatever the verdict; by default none is drawn.
 
     Raises:
         SamebitsError: an arm that cannot run, a folder in use, or a child that failed, with its first error.
     """
-    environment = arms.environment(arm, os.environ)
-    changes, what = dict(overrides or {}), model or warm_start.WarmStart()
+    planned = plan(arm, steps, overrides, model)
     out = out.resolve()
-    _claim(out)
-    log = out / "events.jsonl"
-    wheels = provenance.installed_wheels(ROOT / "build" / "wheels" / "cpu" / "requirements.txt")
+    with _claimed(out, replace):
+        if page:
+            # A run that fails must not leave the page of an earlier one to be taken for its own.
+            page.unlink(missing_ok=True)
+        try:
+            document = _run(planned, out, say)
+        except BaseException as error:
+            first = error.first_error if isinstance(error, process.RunFailed) else f"{type(error).__name__}: {error}"
+            with suppress(SamebitsError, OSError):
+                eventlog.append(out / "events.jsonl", "failed", error=first)
+            raise
+        say(f"verdict: {document['verdict']}")
+        if page:
+            render([out], page)
+    return document
 
+
+def _run(planned: Plan, out: pathlib.Path, say: Say) -> dict[str, Any]:
+    log = out / "events.jsonl"
+    what, environment, steps = planned.model, planned.environment, planned.steps
     started = time.monotonic()
-    eventlog.append(log, "warm start", **_fields(what))
+    eventlog.append(log, "warm start", **asdict(what))
+    wheels = provenance.installed_wheels(ROOT / "build" / "wheels" / "cpu" / "requirements.txt")
     say("warm start: a seeded Qwen3, taught the task (kept for the next run)")
-    weights = warm_start.obtain(what, wheels, ROOT / "build" / "cache", environment)
+    weights = warm_start.obtain(what, wheels, ROOT / "build" / "cache", environment, say)
     eventlog.append(log, "warm start ready", seconds=round(time.monotonic() - started, 1), key=weights.name)
 
-    changes = {"recipe.steps": steps, **changes}
-    config = resolved_config(changes)
-    (out / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
-    inputs.write_rl_data(out / "data", prompts=steps * config["data"]["train_batch_size"])
+    (out / "config.json").write_text(planned.config_text)
+    inputs.write_rl_data(out / "data", prompts=steps * planned.config["data"]["train_batch_size"])
     identity = provenance.collect(
         root=ROOT,
         lock=ROOT / "manifests" / "locks" / "cpu.txt",
         requirements=ROOT / "build" / "wheels" / "cpu" / "requirements.txt",
-        arm=arm,
-        runner="v1",
-        config_sha256=hashlib.sha256((out / "config.json").read_bytes()).hexdigest(),
+        arm=planned.arm,
+        runner=arms.runner(environment),
+        config_sha256=planned.config_sha256,
         model=_model_identity(what, weights),
-        command=["samebits", "run", "rl", "--arm", str(arm), "--steps", str(steps), "--out", "OUT"],
+        command=planned.command,
         threads=int(environment["OMP_NUM_THREADS"]),
         environment=environment,
     )
@@ -126,11 +237,12 @@ def run_rl(
         "recipe.data": out / "data",
         "recipe.out": out,
         "recipe.reward": CONFIG.parent / "task.py",
+        "recipe.steps": steps,
         "hydra.run.dir": out / "hydra",
     }
     say(f"verl's trainer: Ray, vLLM and Megatron Core start ({out / 'trainer.log'})")
     began = time.monotonic()
-    command = process.python_module("verl.trainer.main_ppo", "rl", {**folders, **changes})
+    command = process.python_module("verl.trainer.main_ppo", "rl", {**folders, **planned.overrides})
     peak = process.run(command, environment, out / "trainer.log", _phases(out, steps, say), "verl's trainer")
     eventlog.append(log, "trained", seconds=round(time.monotonic() - began, 1), peak_memory_bytes=peak)
 
@@ -140,17 +252,13 @@ def run_rl(
     peak = process.run(fresh, environment, out / "fresh.log", what="the fresh engine")
     eventlog.append(log, "probed", seconds=round(time.monotonic() - began, 1), peak_memory_bytes=peak)
 
-    document = verdict.judge_run(out, arms.CLAIM[arm], verdict.read_bounds(BOUNDS))
+    document = verdict.judge_run(out, arms.CLAIM[planned.arm], verdict.read_bounds(BOUNDS))
     receipt.write(out / "receipt.json", document)
     eventlog.append(log, "judged", verdict=document["verdict"], seconds=round(time.monotonic() - started, 1))
     return document
 
 
-def _fields(what: warm_start.WarmStart) -> dict[str, int]:
-    return {"seed": what.seed, "layers": what.layers, "hidden": what.hidden, "steps": what.steps}
-
-
 def _model_identity(what: warm_start.WarmStart, weights: pathlib.Path) -> dict[str, Any]:
     tokenizer = hashlib.sha256((weights / "tokenizer.json").read_bytes()).hexdigest()
     geometry = {"layers": what.layers, "hidden": what.hidden, "warm_start_steps": what.steps}
-    return {"name": f"qwen3-{what.layers}x{what.hidden}", "seed": what.seed, "tokenizer_sha256": tokenizer, **geometry}
+    return {"name": what.name, "seed": what.seed, "tokenizer_sha256": tokenizer, **geometry}

@@ -31,16 +31,11 @@ def examples(count: int, seed: int) -> list[tuple[str, str]]:
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> float:
-    """1 for the right answer; otherwise half the share of sums that are right before the first wrong one.
+    """1 for the right answer; otherwise half the share of sums that stand right at their place.
 
     The signature is verl's custom reward function; the partial credit lets rewards differ inside a group.
     """
     said, right = solution_str.split(), ground_truth.split()
     if said == right:
         return 1.0
-    agreed = 0
-    for a, b in zip(said, right, strict=False):
-        if a != b:
-            break
-        agreed += 1
-    return 0.5 * agreed / len(right)
+    return 0.5 * sum(a == b for a, b in zip(said, right, strict=False)) / len(right)

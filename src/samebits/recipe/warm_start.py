@@ -4,17 +4,29 @@ Kept under ``build/cache`` by the hash of all that it depends on. A model that g
 a group whose rewards are all equal has no advantage.
 """
 
+import fcntl
 import hashlib
 import json
 import pathlib
+import re
 import shutil
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
-from samebits.recipe import inputs, model, process
+from samebits.errors import SamebitsError
+from samebits.evidence import provenance
+from samebits.recipe import arms, inputs, model, process
+from samebits.sources.pins import ROOT
 
-_SOURCES = ("model.py", "task.py", "inputs.py", "config/sft.yaml")
+_LOCK = ROOT / "manifests" / "locks" / "cpu.txt"
+_SOURCES = ("warm_start.py", "model.py", "task.py", "inputs.py", "config/sft.yaml")
+SAY_EVERY = 20  # steps
+
+
+class WarmStartError(SamebitsError):
+    """A warm start that cannot be described so."""
 
 
 @dataclass(frozen=True)
@@ -24,14 +36,44 @@ class WarmStart:
     seed: int = 0
     layers: int = 2
     hidden: int = 1024
-    steps: int = 60
+    steps: int = 120
 
-    def key(self, wheels: Mapping[str, str]) -> str:
-        """The hash of everything that decides the weights: this description, our sources, the wheels."""
+    @classmethod
+    def described(cls, settings: Mapping[str, str]) -> "WarmStart":
+        """The standard one but for ``settings``, field name to number.
+
+        Raises:
+            WarmStartError: another name, not a number, or a size that no such model has.
+        """
+        known = asdict(cls())
+        for name, value in settings.items():
+            if name not in known or not value.isdecimal():
+                raise WarmStartError(
+                    f"--warm-start {name}={value}: give one of {', '.join(known)} and a whole number, such as steps=60"
+                )
+        made = cls(**{name: int(value) for name, value in settings.items()})
+        if 0 in (made.layers, made.hidden, made.steps) or made.hidden % 128:
+            raise WarmStartError(f"--warm-start: {made}: give layers and steps of 1 or more, hidden a multiple of 128")
+        return made
+
+    @property
+    def name(self) -> str:
+        """What a calibrated bound is kept under: rounding moves a taught model's logprobs by other amounts."""
+        return f"qwen3-{self.layers}x{self.hidden}-sft{self.steps}"
+
+    def key(self, wheels: Mapping[str, str], environment: Mapping[str, str]) -> str:
+        """The hash of all that decides the weights: this description, our sources, the packages, the arithmetic."""
         here = pathlib.Path(__file__).parent
-        sources = {name: hashlib.sha256((here / name).read_bytes()).hexdigest() for name in _SOURCES}
-        facts = json.dumps([asdict(self), sources, dict(wheels)], sort_keys=True)
-        return hashlib.sha256(facts.encode()).hexdigest()[:16]
+        files = {name: here / name for name in _SOURCES} | {_LOCK.name: _LOCK}
+        sources = {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items()}
+        # Both arms start from the same weights, and vLLM takes no part in teaching them.
+        switches = {
+            name: environment[name]
+            for name in provenance.SWITCHES
+            if name in environment and not name.startswith("VLLM_")
+        }
+        facts = [asdict(self), sources, dict(wheels), switches, provenance.instruction_set()]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def obtain(
@@ -39,20 +81,29 @@ def obtain(
     wheels: Mapping[str, str],
     cache: pathlib.Path,
     environment: Mapping[str, str],
-    watch: Callable[[], None] = lambda: None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> pathlib.Path:
     """The folder of the taught model in Hugging Face form; taught first if the cache lacks it.
+
+    Runs that want the same one at the same time wait for the first of them to teach it.
 
     Raises:
         RunFailed: the SFT trainer failed.
     """
-    kept = cache / "warm-start" / what.key(wheels)
-    if kept.is_dir():
-        return kept
+    kept = cache / "warm-start" / what.key(wheels, environment)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    with _alone(kept.with_name(f"{kept.name}.lock"), say):
+        if not kept.is_dir():
+            _teach(what, kept, environment, say)
+    return kept
+
+
+def _teach(what: WarmStart, kept: pathlib.Path, environment: Mapping[str, str], say: Callable[[str], None]) -> None:
     work = kept.with_name(f".{kept.name}")
     shutil.rmtree(work, ignore_errors=True)
     model.write_model(work / "seed", what.seed, what.layers, what.hidden)
     inputs.write_sft_data(work / "data")
+    # Taught as arm 0, whichever arm asks first.
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
     command = process.python_module(
         "verl.trainer.sft_trainer",
@@ -65,13 +116,40 @@ def obtain(
             "hydra.run.dir": work / "hydra",
         },
     )
-    process.run(command, {**environment, **rank}, work / "sft.log", watch, "the warm start")
+    log = work / "sft.log"
+    watch = _progress(log, what.steps, say)
+    process.run(command, {**environment, **rank, arms.SWITCH: "0"}, log, watch, "the warm start")
     taught = work / "out" / f"global_step_{what.steps}" / "model" / "huggingface"
-    shutil.copy(work / "sft.log", taught / "sft.log")
+    shutil.copy(log, taught / "sft.log")
     # Renamed last: a half-made warm start never stands under its key.
     taught.rename(kept)
     shutil.rmtree(work)
-    return kept
+
+
+def _progress(log: pathlib.Path, steps: int, say: Callable[[str], None]) -> Callable[[], None]:
+    """Says every twentieth step that the trainer's log counts."""
+    said = 0
+
+    def watch() -> None:
+        nonlocal said
+        done = [int(step) for step in re.findall(rb"\bstep:(\d+) - ", log.read_bytes())]
+        if done and done[-1] // SAY_EVERY > said // SAY_EVERY:
+            said = done[-1]
+            say(f"warm start: step {said} of {steps}")
+
+    return watch
+
+
+@contextmanager
+def _alone(lock: pathlib.Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Holds a lock that ends with this process; waits for it if another run holds it."""
+    with lock.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("warm start: another run teaches it; waiting")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _free_port() -> str:

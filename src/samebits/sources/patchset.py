@@ -1,7 +1,6 @@
 """A patch series as it stands in patches/<upstream>: folders of MESSAGE.md, edits.toml and files/, read and validated.
 
-What can be said of an edit without the upstream's source is said here: its keys, its guard, its reason and its test.
-Every refusal, here and in the engine (`patching`), is a `PatchError` that names upstream, patch, file, symbol, remedy.
+What can be said of an edit without the upstream's source is said here; the rest is for the engine (`patching`).
 """
 
 import ast
@@ -9,8 +8,10 @@ import re
 import textwrap
 import tomllib
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from samebits.errors import SamebitsError
 
@@ -22,6 +23,31 @@ IN_MODULE = ("imports-end", "module-end")
 AT_LINE = ("before-line", "after-line")
 NAMES = "names"
 NOT_CODE = "none: not code"
+BOTH: dict[str, type] = {"file": str, "symbol": str, "op": str, "text": str, "bases": list}
+KEYS = {
+    "insert": BOTH | {"where": str, "match": str, "guard": str},
+    "replace": BOTH | {"sha256": list, "part": str, "reason": str, "test": str},
+}
+LITERAL = ast.Constant | ast.Tuple | ast.List | ast.Set | ast.Dict | ast.UnaryOp | ast.unaryop | ast.expr_context
+
+
+class Kind(StrEnum):
+    """Every reason for which a patch is refused, each with its usual remedy."""
+
+    BAD_PATCH = "correct the patch folder"
+    INSERT_WITHOUT_GUARD = "guard it by the condition under which the text may run"
+    REPLACE_WITHOUT_REASON = "say why, and name a test (file::function) of the default arm, unchanged or mended"
+    TEXT_DOES_NOT_PARSE = "correct the edit's text"
+    FILE_MISSING = "find its new place, or limit `bases`"
+    FILE_IN_THE_WAY = "rename ours, or edit theirs"
+    FILE_HASH_UNLIKE = "look at what changed, then `samebits patch check --record`"
+    ALREADY_APPLIED = "start from the pristine source"
+    SYMBOL_MISSING = "find its new name in this version, or limit `bases`"
+    SYMBOL_AMBIGUOUS = "anchor on an enclosing symbol"
+    STATEMENT_MISSING = "adapt match, or limit `bases`"
+    STATEMENT_AMBIGUOUS = "narrow the symbol or the match to one statement with lines of its own"
+    STATEMENT_HASH_UNLIKE = "see what changed (`samebits patch hashes`), adapt the text and record the new sha256"
+    EDITS_OVERLAP = "join the two edits"
 
 
 @dataclass(frozen=True)
@@ -43,67 +69,18 @@ class Where:
 
 
 class PatchError(SamebitsError):
-    """A patch cannot be put where it belongs. `where` and `remedy` are attributes; the message has all of them."""
+    """A patch cannot be put where it belongs. The message has the place, what is wrong, and what to do about it."""
 
-    def __init__(self, where: Where, what: str, remedy: str) -> None:
-        super().__init__(f"{where}: {what}. Remedy: {remedy}.")
-        self.where, self.what, self.remedy = where, what, remedy
-
-
-class BadPatch(PatchError):
-    """The patch folder or an edit is not well formed."""
+    def __init__(self, kind: Kind, where: Where, what: str, remedy: str = "") -> None:
+        super().__init__(f"{where}: {what}. Remedy: {remedy or kind}.")
+        self.kind, self.where, self.what, self.remedy = kind, where, what, remedy or kind
 
 
-class InsertWithoutGuard(PatchError):
-    """An insert without a guard, or whose guard does not keep the default arm untouched."""
-
-
-class ReplaceWithoutReason(PatchError):
-    """A replace without a reason, or without a test that exists."""
-
-
-class TextDoesNotParse(PatchError):
-    """The text of an edit or an overlay file, the file before, or the file after is no valid Python."""
-
-
-class FileMissing(PatchError):
-    """The file that an edit names is not in the tree."""
-
-
-class FileInTheWay(PatchError):
-    """The upstream has a file of its own where an overlay file belongs."""
-
-
-class AlreadyApplied(PatchError):
-    """The edit's text, or the overlay file, stands in the tree already."""
-
-
-class SymbolMissing(PatchError):
-    """No class or function of that dotted name."""
-
-
-class SymbolAmbiguous(PatchError):
-    """More than one class or function of that dotted name."""
-
-
-class StatementMissing(PatchError):
-    """No statement (or line) matches."""
-
-
-class StatementAmbiguous(PatchError):
-    """More than one statement (or line) matches, or the statement shares its line with another."""
-
-
-class StatementHashUnlike(PatchError):
-    """No statement (or line) has a recorded sha256: the upstream's text changed."""
-
-
-class EditsOverlap(PatchError):
-    """Two edits of a patch claim the same lines."""
-
-
-class FileHashUnlike(PatchError):
-    """A touched file differs, before or after patching, from its record in manifests/patched."""
+def _refuse(where: Where, *faults: tuple[object, str, str]) -> None:
+    """Raise the first of `faults` (condition, what, remedy) whose condition holds."""
+    for holds, what, remedy in faults:
+        if holds:
+            raise PatchError(Kind.BAD_PATCH, where, what, remedy)
 
 
 @dataclass(frozen=True)
@@ -114,21 +91,17 @@ class Edit:
     op: str
     text: str
     place: str = ""
+    sha256: tuple[str, ...] = ()
+    bases: tuple[str, ...] = ()
     match: str = ""
     guard: str = ""
     part: str = ""
-    sha256: tuple[str, ...] = ()
     reason: str = ""
     test: str = ""
-    bases: tuple[str, ...] = ()
-
-    @property
-    def file(self) -> str:
-        return self.where.file
 
     @property
     def is_python(self) -> bool:
-        return self.file.endswith((".py", ".pyi"))
+        return self.where.file.endswith((".py", ".pyi"))
 
 
 @dataclass(frozen=True)
@@ -138,158 +111,138 @@ class Patch:
     upstream: str
     name: str
     message: str
-    files: dict[str, bytes] = field(repr=False)
-    edits: tuple[Edit, ...] = field(repr=False)
+    files: dict[str, bytes]
+    edits: tuple[Edit, ...]
 
 
 def load_series(patches_root: Path, upstream: str) -> list[Patch]:
-    """The patches of `patches_root/upstream` in order, validated on their own; [] where there are none.
-
-    Raises BadPatch, InsertWithoutGuard, ReplaceWithoutReason or TextDoesNotParse.
-    """
-    folder = patches_root / upstream
-    patches = [_load_patch(path, upstream) for path in sorted(folder.glob("*")) if path.is_dir()]
-    numbers = [patch.name[:4] for patch in patches]
-    for number in numbers:
-        if numbers.count(number) > 1:
-            raise BadPatch(Where(upstream), f"two patches have the number {number}", "give each patch its own number")
-    return patches
+    """The patches of `patches_root/upstream` in order, validated on their own; [] where there are none."""
+    return [_load_patch(path, upstream) for path in sorted((patches_root / upstream).glob("*")) if path.is_dir()]
 
 
-def _load_patch(path: Path, upstream: str) -> Patch:
-    where = Where(upstream, patch=path.name)
-    if not re.fullmatch(r"\d{4}-[a-z0-9][a-z0-9-]*", path.name):
-        raise BadPatch(where, "the folder's name is not of the form NNNN-topic", "rename it")
-    strangers = {p.name for p in path.iterdir()} - {"MESSAGE.md", "edits.toml", "files"}
-    if strangers:
-        raise BadPatch(where, f"unexpected {sorted(strangers)}", "keep MESSAGE.md, edits.toml and files/ only")
-    message = (path / "MESSAGE.md").read_text("utf-8").strip() if (path / "MESSAGE.md").is_file() else ""
-    if not message:
-        raise BadPatch(where, "MESSAGE.md is missing or empty", "write the commit message, subject first")
-    if re.search(r"^(---|diff |From )", message, re.MULTILINE):
-        raise BadPatch(where, "MESSAGE.md has a line that git am takes for something else", "no ---, diff or From")
-    overlay = path / "files"
-    found = sorted(p for p in overlay.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
-    files = {p.relative_to(overlay).as_posix(): p.read_bytes() for p in found}
+def _load_patch(folder: Path, upstream: str) -> Patch:
+    where = Where(upstream, patch=folder.name)
+    message = _text(folder / "MESSAGE.md").strip()
+    try:
+        document = tomllib.loads(_text(folder / "edits.toml"))
+    except tomllib.TOMLDecodeError as error:
+        raise PatchError(Kind.BAD_PATCH, where, f"edits.toml is not valid TOML ({error})") from None
+    tables = document.pop("edit", [])
+    overlay = [path for path in sorted((folder / "files").rglob("*")) if path.is_file()]
+    files = {p.relative_to(folder / "files").as_posix(): p.read_bytes() for p in overlay if p.suffix != ".pyc"}
+    strangers = sorted({path.name for path in folder.iterdir()} - {"MESSAGE.md", "edits.toml", "files"})
+    twins = sorted(path.name for path in folder.parent.glob(f"{folder.name[:4]}-*"))
+    well_named = re.fullmatch(r"\d{4}-[a-z0-9][a-z0-9-]*", folder.name)
+    splits = re.search(r"^(---|diff |From )", message, re.MULTILINE)
+    _refuse(
+        where,
+        (not well_named, "the folder's name is not of the form NNNN-topic", "rename it"),
+        (len(twins) > 1, f"{twins} have the same number", "give each patch its own"),
+        (strangers, f"unexpected {strangers}", "keep MESSAGE.md, edits.toml and files/ only"),
+        (not message, "MESSAGE.md is missing or empty", "write the commit message, subject first"),
+        (splits, "MESSAGE.md has a line that git am takes for something else", "begin no line with ---, diff or From"),
+        (document or not isinstance(tables, list), "edits.toml has other keys", "write [[edit]] tables only"),
+        (not files and not tables, "the patch changes nothing", "add files/ or an edit, or remove the folder"),
+    )
     for name, data in files.items():
         if name.endswith(".py"):
-            parse(data.decode("utf-8"), Where(upstream, patch=path.name, file=name), "the overlay file")
-    edits: tuple[Edit, ...] = ()
-    if (path / "edits.toml").is_file():
-        try:
-            document = tomllib.loads((path / "edits.toml").read_text("utf-8"))
-        except tomllib.TOMLDecodeError as error:
-            raise BadPatch(where, f"edits.toml is not valid TOML ({error})", "mend it") from None
-        if set(document) - {"edit"}:
-            raise BadPatch(where, f"edits.toml has {sorted(set(document) - {'edit'})}", "write [[edit]] tables only")
-        repository = path.parent.parent.parent
-        edits = tuple(_load_edit(raw, where, n, repository) for n, raw in enumerate(document.get("edit", []), 1))
-    if not files and not edits:
-        raise BadPatch(where, "the patch changes nothing", "add files/ or an edit, or remove the folder")
-    return Patch(upstream, path.name, message, files, edits)
+            parse(data.decode("utf-8"), replace(where, file=name), "the overlay file")
+    edits = tuple(_load_edit(table, where, number, folder.parents[2]) for number, table in enumerate(tables, 1))
+    return Patch(upstream, folder.name, message, files, edits)
 
 
-def _load_edit(raw: dict, patch: Where, number: int, repository: Path) -> Edit:
-    where = Where(patch.upstream, "", patch.patch, number, raw.get("file", ""), raw.get("symbol", ""))
-    insert = {"where", "guard", "match"} if raw.get("op") == "insert" else {"sha256", "reason", "test", "part"}
-    for key, value in raw.items():
-        if key not in insert | {"file", "symbol", "op", "text", "bases"}:
-            raise BadPatch(where, f"the key {key!r} has no meaning for op {raw.get('op')!r}", "remove or correct it")
-        if not isinstance(value, list if key in ("bases", "sha256") else str):
-            raise BadPatch(where, f"{key!r} has the wrong type", "write a string, or a list for bases and sha256")
-    if raw.get("op") not in ("insert", "replace") or not raw.get("file") or "text" not in raw:
-        raise BadPatch(where, "an edit needs file, text and op = insert or replace", "complete it")
-    if Path(where.file).is_absolute() or ".." in Path(where.file).parts:
-        raise BadPatch(where, "the file is outside of the upstream", "name it from the upstream's root")
-    edit = Edit(
-        where=where,
-        op=raw["op"],
-        text=textwrap.dedent(raw["text"]).strip("\n"),
-        place=raw.get("where", ""),
-        match=raw.get("match", ""),
-        guard=raw.get("guard", "").strip(),
-        part=raw.get("part", ""),
-        sha256=tuple(raw.get("sha256", ())),
-        reason=raw.get("reason", "").strip(),
-        test=raw.get("test", ""),
-        bases=tuple(raw.get("bases", ())),
+def _text(path: Path) -> str:
+    return path.read_text("utf-8") if path.is_file() else ""
+
+
+def _load_edit(table: dict[str, Any], patch: Where, number: int, repository: Path) -> Edit:
+    file, symbol, op = (str(table.get(key, "")) for key in ("file", "symbol", "op"))
+    where = replace(patch, edit=number, file=file, symbol=symbol)
+    keys = KEYS.get(op, {})
+    wrong = [key for key, value in table.items() if not isinstance(value, keys.get(key, ()))]
+    _refuse(
+        where,
+        (not keys or not file or "text" not in table, "file, text or op is missing", "op is insert or replace"),
+        (wrong, f"for op {op!r} {wrong} mean nothing, or have the wrong type", f"use {', '.join(keys)}"),
     )
-    (_check_insert if edit.op == "insert" else _check_replace)(edit, repository)
+    text, place = textwrap.dedent(table["text"]).strip("\n"), table.get("where", "")
+    rest = {key: table[key] for key in ("match", "guard", "part", "reason", "test") if key in table}
+    edit = Edit(where, op, text, place, tuple(table.get("sha256", ())), tuple(table.get("bases", ())), **rest)
+    if edit.is_python and edit.part != "header":
+        _check_text(edit)
+    if op == "insert":
+        _check_insert(edit)
+    else:
+        _check_replace(edit, repository)
     return edit
 
 
-def _check_insert(edit: Edit, _: Path) -> None:
-    where = edit.where
-    places = (IN_MODULE if not where.symbol else IN_SYMBOL + AT_STATEMENT) if edit.is_python else AT_LINE
-    if edit.place not in places:
-        raise BadPatch(where, f"where = {edit.place!r} does not fit", f"use one of {', '.join(places)}")
-    if bool(edit.match) != (edit.place in AT_STATEMENT + AT_LINE):
-        raise BadPatch(where, "match goes with a statement or a line, and they with it", "add or remove it")
+def _check_text(edit: Edit) -> None:
+    tree = parse(edit.text, edit.where, "the text")
+    docstrings = [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)]
+    strings = [node for node in ast.walk(tree) if isinstance(node, ast.Constant | ast.JoinedStr)]
+    if any(string.lineno != string.end_lineno and string not in docstrings for string in strings):
+        what, remedy = "indenting would change its multi-line string", "use one line, or a file of its own"
+        raise PatchError(Kind.TEXT_DOES_NOT_PARSE, edit.where, what, remedy)
+
+
+def _check_insert(edit: Edit) -> None:
+    places = (IN_SYMBOL + AT_STATEMENT if edit.where.symbol else IN_MODULE) if edit.is_python else AT_LINE
+    unmatched = bool(edit.match) != (edit.place in AT_STATEMENT + AT_LINE)
+    _refuse(
+        edit.where,
+        (edit.place not in places, f"where = {edit.place!r} does not fit", f"use one of {', '.join(places)}"),
+        (unmatched, "match goes with a statement or a line, and they with it", "add or remove it"),
+    )
     try:
         re.compile(edit.match)
     except re.error as error:
-        raise BadPatch(where, f"match is no regular expression ({error})", "correct it") from None
-    if not edit.guard:
-        raise InsertWithoutGuard(where, "the insert has no guard", "add the expression under which the text may run")
+        raise PatchError(Kind.BAD_PATCH, edit.where, f"match is no regular expression ({error})") from None
+    remedy = "" if edit.is_python else f"write guard = {NOT_CODE!r}"
     if not edit.is_python:
-        if edit.guard != NOT_CODE:
-            raise InsertWithoutGuard(where, "a guard means nothing here", f"write guard = {NOT_CODE!r}")
-        return
-    body = parse(edit.text, where, "the text").body
-    if not body:
-        raise BadPatch(where, "the text holds no statement", "write one, or remove the edit")
-    if edit.guard == NAMES:
-        for statement in body:
-            if not (isinstance(statement, ast.Import | ast.ImportFrom | Scope) or _is_constant(statement)):
-                what = f"line {statement.lineno} of the text is no import, def, class or constant (guard = {NAMES!r})"
-                raise InsertWithoutGuard(where, what, "guard it by an expression")
-        return
-    try:
-        expression = ast.parse(edit.guard, mode="eval").body
-    except SyntaxError as error:
-        raise InsertWithoutGuard(where, f"the guard is no expression ({error.msg})", "correct it") from None
-    if not any(isinstance(node, ast.Name) for node in ast.walk(expression)):
-        raise InsertWithoutGuard(where, "the guard is a constant", "name the condition under which the text may run")
+        guarded, what = edit.guard == NOT_CODE, "a guard means nothing here"
+    elif edit.guard == NAMES:
+        guarded = all(map(_only_binds, ast.parse(edit.text).body))
+        what = "the text is not only imports of names, definitions and constants"
+    else:
+        guard = parse(edit.guard, edit.where, "the guard")
+        is_expression = [type(statement) for statement in guard.body] == [ast.Expr]
+        guarded = is_expression and any(isinstance(node, ast.Name) for node in ast.walk(guard))
+        what = f"guard = {edit.guard!r} is no condition"
+    if not guarded:
+        raise PatchError(Kind.INSERT_WITHOUT_GUARD, edit.where, what, remedy)
+
+
+def _only_binds(statement: ast.stmt) -> bool:
+    """Whether it does no more than bind names that the text shows: an import, a definition or a constant."""
+    match statement:
+        case ast.ImportFrom(names=[ast.alias(name="*")]):
+            return False
+        case ast.Assign(targets=[ast.Name()]) | ast.AnnAssign(target=ast.Name(), value=ast.expr()):
+            return all(isinstance(node, LITERAL) for node in ast.walk(statement.value or statement))
+    return isinstance(statement, Scope | ast.Import | ast.ImportFrom)
 
 
 def _check_replace(edit: Edit, repository: Path) -> None:
-    where = edit.where
-    if edit.is_python and not where.symbol:
-        raise BadPatch(where, "a replace needs the symbol that holds the statement", "add it")
-    if edit.part not in ("", "header"):
-        raise BadPatch(where, f"part = {edit.part!r} is unknown", 'write part = "header" or leave it out')
-    if not edit.sha256 or not all(re.fullmatch("[0-9a-f]{64}", digest) for digest in edit.sha256):
-        raise BadPatch(where, "a replace needs the sha256 of the statement", "see `samebits patch hashes --help`")
-    if not edit.reason:
-        raise ReplaceWithoutReason(where, "the replace has no reason", "say in one sentence why the statement goes")
+    floating = edit.is_python and not edit.where.symbol
+    hashed = edit.sha256 and all(re.fullmatch("[0-9a-f]{64}", str(digest)) for digest in edit.sha256)
+    _refuse(
+        edit.where,
+        (floating, "a replace needs the symbol that holds the statement", "add it"),
+        (edit.part not in ("", "header"), f"part = {edit.part!r} is unknown", 'write part = "header" or leave it out'),
+        (not hashed, "a replace needs the sha256 of the statement", "see `samebits patch hashes --help`"),
+    )
     file, _, name = edit.test.partition("::")
     name = name.rpartition("::")[2].partition("[")[0]
-    test = repository / file
-    if not (name and test.is_file() and re.search(rf"\bdef {re.escape(name)}\(", test.read_text("utf-8"))):
-        raise ReplaceWithoutReason(
-            where,
-            f"its test {edit.test!r} does not exist",
-            "name a test (file::function) that shows the default arm unchanged or mended",
-        )
-    if edit.is_python and edit.part != "header":
-        parse(edit.text, where, "the text")
-
-
-def _is_constant(statement: ast.stmt) -> bool:
-    if not isinstance(statement, ast.Assign | ast.AnnAssign) or statement.value is None:
-        return False
-    targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-    try:
-        ast.literal_eval(statement.value)
-    except ValueError:
-        return False
-    return all(isinstance(target, ast.Name) for target in targets)
+    tested = name and re.search(rf"\bdef {re.escape(name)}\(", _text(repository / file))
+    if not edit.reason.strip() or not tested:
+        raise PatchError(Kind.REPLACE_WITHOUT_REASON, edit.where, f"it has no reason, or no test {edit.test!r}")
 
 
 def parse(text: str, where: Where, what: str, compiled: bool = False) -> ast.Module:
-    """The syntax tree of `text`, which compiles too if asked. Raises TextDoesNotParse, which says `what` it is."""
-    if "\r" in text.replace("\r\n", "\n"):
-        raise TextDoesNotParse(where, f"{what} has a bare carriage return", "remove it")
+    """The syntax tree of `text`, which compiles too if asked; an error says `what` it is."""
+    if "\r" in text:  # Python ends a line there, the engine does not
+        raise PatchError(Kind.TEXT_DOES_NOT_PARSE, where, f"{what} has a carriage return", "only \\n may end a line")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -299,4 +252,4 @@ def parse(text: str, where: Where, what: str, compiled: bool = False) -> ast.Mod
             return tree
     except SyntaxError as error:
         what = f"{what} does not parse (line {error.lineno}: {error.msg})"
-        raise TextDoesNotParse(where, what, "correct the edit's text") from None
+        raise PatchError(Kind.TEXT_DOES_NOT_PARSE, where, what) from None

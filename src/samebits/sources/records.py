@@ -8,16 +8,37 @@ import hashlib
 import json
 import subprocess
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from samebits.errors import SamebitsError
-from samebits.sources.patching import FileChange, Read, file_changes, plan_series
-from samebits.sources.patchset import BadPatch, FileHashUnlike, Where, load_series
+from samebits.sources.patching import Read, Steps, plan_series
+from samebits.sources.patchset import Kind, PatchError, Where, load_series
 from samebits.sources.pins import Base, Pins, Upstream
 
 
 class RecordError(SamebitsError):
     """A record is missing, stale or damaged, or a checkout is none of ours. The message names the remedy."""
+
+
+@dataclass(frozen=True)
+class FileChange:
+    """A touched file's sha256 before (None: the file is new) and after."""
+
+    path: str
+    before: str | None
+    after: str
+
+
+def file_changes(read: Read, steps: Steps) -> list[FileChange]:
+    """What the steps of `plan_series` do to each file, by path."""
+    final = {path: data for _, changed in steps for path, data in changed.items()}
+    changes = []
+    for path, data in sorted(final.items()):
+        before = read(path)
+        digest = None if before is None else hashlib.sha256(before).hexdigest()
+        changes.append(FileChange(path, digest, hashlib.sha256(data).hexdigest()))
+    return changes
 
 
 def series_sha256(patches_root: Path, upstream: str) -> str:
@@ -32,13 +53,14 @@ def series_sha256(patches_root: Path, upstream: str) -> str:
 
 
 def check_bases(upstream: Upstream, patches_root: Path) -> None:
-    """Refuse an edit that is limited to a base which the pins do not know: it would never apply. Raises BadPatch."""
+    """Refuse an edit that is limited to a base which the pins do not know: it would never apply. Raises PatchError."""
     known = {base.name for base in upstream.base}
     for patch in load_series(patches_root, upstream.key):
         for edit in patch.edits:
             if unknown := set(edit.bases) - known:
                 remedy = f"the bases of {upstream.key} are {', '.join(sorted(known))}"
-                raise BadPatch(edit.where, f"bases names {', '.join(sorted(unknown))}", remedy)
+                what = f"bases names {', '.join(sorted(unknown))}"
+                raise PatchError(Kind.BAD_PATCH, edit.where, what, remedy)
 
 
 def read_commit(checkout: Path, commit: str) -> Read:
@@ -112,7 +134,7 @@ def load(records: Path, upstream: Upstream, base: Base, patches_root: Path) -> l
 
 
 def verify(changes: Sequence[FileChange], recorded: Sequence[FileChange], upstream: Upstream, base: Base) -> None:
-    """Compare what the series changed with the record. Raises FileHashUnlike for the first file that differs."""
+    """Compare what the series changed with the record. Raises PatchError for the first file that differs."""
     now, then = ({change.path: change for change in some} for some in (changes, recorded))
     for path in sorted(now.keys() | then.keys()):
         if now.get(path) != then.get(path):
@@ -120,5 +142,4 @@ def verify(changes: Sequence[FileChange], recorded: Sequence[FileChange], upstre
                 f"{side} {'not touched' if c is None else f'{c.before or "new"} -> {c.after}'}"
                 for side, c in (("recorded", then.get(path)), ("found", now.get(path)))
             )
-            remedy = "look at what changed, then `samebits patch check --record`"
-            raise FileHashUnlike(Where(upstream.key, base.name, file=path), what, remedy)
+            raise PatchError(Kind.FILE_HASH_UNLIKE, Where(upstream.key, base.name, file=path), what)

@@ -18,8 +18,9 @@ from pathlib import Path
 
 from samebits.errors import SamebitsError
 from samebits.sources.fetch import fetch
-from samebits.sources.patching import FileChange, Read, file_changes, plan_series
+from samebits.sources.patching import Read, plan_series
 from samebits.sources.pins import Artefact, Pins, Upstream
+from samebits.sources.records import FileChange, file_changes
 
 TIME = (1980, 1, 1, 0, 0, 0)
 PLAIN, EXECUTABLE = 0o100644, 0o100755

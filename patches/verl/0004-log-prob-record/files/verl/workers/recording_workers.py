@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, Optional
 
 import torch
-from omegaconf import DictConfig
 from tensordict import TensorDict
 
 from verl.single_controller.base.decorator import Dispatch, register
@@ -50,6 +49,8 @@ class RecordingTrainingWorker(TrainingWorker):
         with torch.no_grad():
             mains = [p.detach().clone() for p in self._mains()]
             masters = [p.detach().clone() for p in self._masters()]
+        # Read now: the scheduler moves it on after the step.
+        learning_rate = float(self.engine.optimizer.param_groups[0]["lr"])
         output = super().train_batch(data)
         with torch.no_grad():
             moved = [(now.double() - was.double()) for now, was in zip(self._mains(), mains, strict=True)]
@@ -62,6 +63,7 @@ class RecordingTrainingWorker(TrainingWorker):
                         int((now != was).sum()) for now, was in zip(self._masters(), masters, strict=True)
                     ),
                     "update_square_sum": sum(float(m.square().sum()) for m in moved),
+                    "learning_rate": learning_rate,
                     "grad_norm": float(tu.get(output, "metrics")["grad_norm"]),
                 }
             )
@@ -87,9 +89,6 @@ class RecordingActorRolloutRefWorker(ActorRolloutRefWorker):
     """The hybrid worker of a recorded run."""
 
     actor_worker_cls = RecordingTrainingWorker
-
-    def __init__(self, config: DictConfig, role: str, *args: Any, **kwargs: Any):
-        super().__init__(config, role, *args, **kwargs)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:

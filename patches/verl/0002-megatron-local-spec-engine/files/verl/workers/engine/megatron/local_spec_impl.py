@@ -19,14 +19,22 @@ from ..base import EngineRegistry
 from .hf_names import DenseDecoderNames
 from .transformer_impl import MegatronEngineWithLMHead
 
-_SUPPORTED = ("qwen3",)
+_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+)
 _UNSUPPORTED_SWITCHES = (
     "use_remove_padding",
     "use_fused_kernels",
     "use_distributed_optimizer",
     "param_offload",
     "optimizer_offload",
+    "dynamic_context_parallel",
 )
+# What of a model's config changes the arithmetic, and the only value that the code below computes.
+_PLAIN_QWEN3 = {"model_type": "qwen3", "hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
 
 
 class RightPaddedGPTModel(GPTModel):
@@ -48,23 +56,20 @@ class MegatronLocalSpecEngine(MegatronEngineWithLMHead):
     """
 
     def _init_device_mesh(self) -> None:
-        engine = self.engine_config
-        sizes = {
-            "tensor_model_parallel_size": engine.tensor_model_parallel_size,
-            "pipeline_model_parallel_size": engine.pipeline_model_parallel_size,
-            "context_parallel_size": engine.context_parallel_size,
-            "expert_model_parallel_size": engine.expert_model_parallel_size,
-        }
+        engine, hf = self.engine_config, self.model_config.hf_config
+        sizes = {name: engine[name] for name in _SIZES} | {"data_parallel_size": torch.distributed.get_world_size()}
         wrong = [f"{name}={size}" for name, size in sizes.items() if size != 1]
         wrong += [f"{name}=True" for name in _UNSUPPORTED_SWITCHES if engine[name]]
+        model = {name: getattr(hf, name, plain) for name, plain in _PLAIN_QWEN3.items()}
+        wrong += [f"{name}={value!r}" for name, value in model.items() if value != _PLAIN_QWEN3[name]]
+        rope = getattr(hf, "rope_parameters", None) or getattr(hf, "rope_scaling", None) or {}
+        if rope.get("rope_type", "default") != "default":
+            wrong.append(f"rope_type={rope['rope_type']!r}")
         if wrong:
             raise NotImplementedError(
-                f"the local-spec Megatron engine runs one model-parallel rank on padded batches; got {', '.join(wrong)}: "
-                "set the sizes to 1 and the switches to False"
+                "the local-spec Megatron engine runs a plain dense Qwen3 on one rank, on padded batches; it has no rows "
+                f"for {', '.join(wrong)}: set sizes to 1 and switches to False, or use the engine with a bridge"
             )
-        model_type = self.model_config.hf_config.model_type
-        if model_type not in _SUPPORTED:
-            raise NotImplementedError(f"model_type {model_type!r}: the local-spec engine knows {', '.join(_SUPPORTED)}")
         super()._init_device_mesh()
         # The local attention forks Megatron's random-number tracker, also at dropout 0. The inherited seeding skips it
         # on a platform that counts no device.
@@ -144,6 +149,7 @@ class MegatronLocalSpecEngine(MegatronEngineWithLMHead):
     def get_per_tensor_param(self, **_: Any) -> tuple[Iterator[tuple[str, torch.Tensor]], None]:
         return self.bridge.export_weights(self.module), None
 
-    def save_checkpoint(self, local_path: str, **options: Any) -> None:
-        self.checkpoint_mananager.save_checkpoint(local_path, **options)
+    def save_checkpoint(self, *where: Any, **options: Any) -> None:
+        # The manager's parameters stand in the order of the inherited method's.
+        self.checkpoint_mananager.save_checkpoint(*where, **options)
         torch.distributed.barrier()

@@ -35,7 +35,8 @@ class PPOTrainerSyncRecorded(PPOTrainerSync):
     """
 
     def __init__(self, config: DictConfig):
-        if config.algorithm.get("rollout_correction", {}).get("bypass_mode", False):
+        self._bypass = bool((config.algorithm.get("rollout_correction") or {}).get("bypass_mode", False))
+        if self._bypass:
             raise ValueError(
                 "trainer_mode=sync_recorded with algorithm.rollout_correction.bypass_mode=True would compare the rollout "
                 "with itself: set bypass_mode=False"
@@ -46,6 +47,11 @@ class PPOTrainerSyncRecorded(PPOTrainerSync):
                 "trainer_mode=sync_recorded compares one version of the weights a step: set ppo_epochs=1 and "
                 "ppo_mini_batch_size=data.train_batch_size"
             )
+        if config.actor_rollout_ref.rollout.tensor_model_parallel_size != 1:
+            raise ValueError(
+                "trainer_mode=sync_recorded reads weights back from one rank of the engine: set "
+                "actor_rollout_ref.rollout.tensor_model_parallel_size=1"
+            )
         record = config.trainer.record
         self._capsules = pathlib.Path(record.dir) / "capsules"
         self._execution = json.loads(pathlib.Path(record.execution).read_text())
@@ -54,7 +60,7 @@ class PPOTrainerSyncRecorded(PPOTrainerSync):
         super().__init__(config)
 
     def _build_replay_buffer(self):
-        # The sampler is chosen by the mode's name; this mode samples as "sync" does.
+        # Sampling, refilling and checkpoints ask for the mode by name; this one is "sync" in all of them.
         self.trainer_mode = "sync"
         return super()._build_replay_buffer()
 
@@ -77,19 +83,18 @@ class PPOTrainerSyncRecorded(PPOTrainerSync):
         index = tu.get_tensordict({"record_index": torch.arange(count)})
         batch = tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=index)
         batch = super()._update_actor(batch, metrics)
-        self._record_step(batch, self.actor_rollout_wg.take_update_record(), metrics)
+        self._record_step(batch, self.actor_rollout_wg.take_update_record())
         return batch
 
-    def _record_step(self, batch: KVBatchMeta, ranks: list[dict[str, Any]], metrics: dict) -> None:
+    def _record_step(self, batch: KVBatchMeta, ranks: list[dict[str, Any]]) -> None:
         fields = ["prompts", "responses", "response_mask", "rollout_log_probs", "old_log_probs", "advantages", "rm_scores"]
         data = tq.kv_batch_get(
             keys=batch.keys, partition_id=batch.partition_id, select_fields=[*fields, "uid", "extra_fields"]
         )
         rows = {name: list(data[name].unbind()) for name in fields}
-        actor: dict[int, torch.Tensor] = {}
-        for rank in ranks:
-            for index, log_probs in rank["log_probs"]:
-                actor.update(zip(index.tolist(), log_probs, strict=True))
+        order = [i for rank in ranks for index, _ in rank["log_probs"] for i in index.tolist()]
+        seen = [row for rank in ranks for _, log_probs in rank["log_probs"] for row in log_probs]
+        actor = dict(zip(order, seen, strict=True))
         groups: dict[str, int] = {}
         uids = [str(uid) for uid in data["uid"]]
         real = [not tag.get("is_padding", False) for tag in batch.tags]
@@ -103,6 +108,7 @@ class PPOTrainerSyncRecorded(PPOTrainerSync):
             "rollout": right_padded(rows["rollout_log_probs"], rows["rollout_log_probs"][0].dtype),
             "recompute": right_padded(rows["old_log_probs"], rows["old_log_probs"][0].dtype),
             "actor": right_padded([actor[i][:length] for i, length in enumerate(lengths)], actor[0].dtype),
+            "order": torch.tensor(order),
             "advantages": right_padded(rows["advantages"], torch.float32),
             "reward": torch.stack([score.sum().float() for score in rows["rm_scores"]]),
             "group": torch.tensor([groups.setdefault(uid, len(groups)) for uid in uids]),
@@ -118,12 +124,11 @@ class PPOTrainerSyncRecorded(PPOTrainerSync):
                 "kind": "step",
                 "step": step,
                 "weights": f"theta{step - 1}",
-                "bypass": False,
+                "bypass": self._bypass,
                 "execution": self._execution,
                 "update": {
                     "from": f"theta{step - 1}",
                     "to": f"theta{step}",
-                    "learning_rate": float(metrics["actor/lr"]),
                     **update,
                 },
             },

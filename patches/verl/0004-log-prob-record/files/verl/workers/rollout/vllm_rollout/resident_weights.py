@@ -1,6 +1,7 @@
-"""What a vLLM engine holds after a weight sync, tensor by tensor, under Hugging Face names.
+"""The parameters that a vLLM engine holds after a weight sync, tensor by tensor, under Hugging Face names.
 
-vLLM fuses q, k, v and gate, up into one parameter each and pads the vocabulary; here they are cut apart again,
+Of a weight that a CPU kernel reads from a packed copy this is the plain parameter that the copy is made from; that
+the copy follows is seen in what the engine says. vLLM fuses q, k, v and gate, up into one parameter each and pads the vocabulary; here they are cut apart again,
 so that the bytes compare with those that the trainer exported.
 """
 

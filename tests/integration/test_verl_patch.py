@@ -1,0 +1,285 @@
+"""What the verl patch adds, in parts: the cpu platform, Hugging Face names, capsules, seeds, refusals."""
+
+import hashlib
+import inspect
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
+
+from samebits.evidence.capsule import read_capsule
+from samebits.recipe import model as recipe_model
+
+# verl chooses its platform when it is imported; the children of these tests choose for themselves.
+os.environ["VERL_PLATFORM"] = "cpu"
+
+from verl.plugin.platform import get_platform
+from verl.trainer.ppo.v1.trainer_sync_recorded import PPOTrainerSyncRecorded
+from verl.utils import log_prob_record
+from verl.workers.engine.megatron.hf_names import DenseDecoderNames, write_checkpoint
+from verl.workers.engine.megatron.local_spec_impl import MegatronLocalSpecEngine
+
+get_platform()
+del os.environ["VERL_PLATFORM"]
+
+
+def python(code: str, *arguments: str, **environment: str) -> str:
+    """What a fresh interpreter prints last."""
+    plain = {name: value for name, value in os.environ.items() if name != "VERL_PLATFORM"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], env={**plain, **environment}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.strip().splitlines()[-1]
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+# --- the platform
+
+
+def test_the_cpu_platform_is_chosen_by_name() -> None:
+    platform = get_platform()
+    assert (platform.device_name, platform.communication_backend_name()) == ("cpu", "gloo")
+    assert torch.ones(1).to(platform.current_device()).device.type == "cpu"
+    assert not platform.is_ipc_supported()
+
+
+def test_the_cpu_platform_is_never_detected() -> None:
+    """A CPU-only process of a GPU job keeps the CUDA platform."""
+    code = "from verl.plugin.platform import get_platform; print(get_platform().device_name)"
+    assert python(code) == "cuda"
+    assert python(code, VERL_PLATFORM="cpu") == "cpu"
+
+
+@pytest.mark.parametrize("function", ["initialize_global_process_group", "initialize_global_process_group_ray"])
+def test_a_process_group_on_the_cpu_is_gloo(function: str) -> None:
+    code = (
+        f"from verl.utils.distributed import {function} as start; start(timeout_second=60); "
+        "import torch; t = torch.ones(2); torch.distributed.all_reduce(t); print(t.tolist())"
+    )
+    one = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    assert python(code, VERL_PLATFORM="cpu", **one) == "[1.0, 1.0]"
+
+
+# --- names
+
+
+@given(
+    groups=st.integers(1, 4), per_group=st.integers(1, 4), head_dim=st.sampled_from([2, 4]), hidden=st.integers(1, 5)
+)
+def test_qkv_taken_apart_and_joined_is_the_same(groups: int, per_group: int, head_dim: int, hidden: int) -> None:
+    config = recipe_model.config(1, 1024)
+    config.num_key_value_heads, config.num_attention_heads, config.head_dim = groups, groups * per_group, head_dim
+    names = DenseDecoderNames(config)
+    fused = torch.randn(groups * (per_group + 2) * head_dim, hidden)
+    q, k, v = names._split_qkv(fused)
+    assert q.shape == (groups * per_group * head_dim, hidden) and k.shape == v.shape == (groups * head_dim, hidden)
+    assert torch.equal(names._join_qkv([q, k, v]), fused)
+
+
+def test_q_rows_stay_in_the_order_of_the_heads() -> None:
+    """Two groups of two query heads, head_dim 1. Megatron: q0 q1 k0 v0 q2 q3 k1 v1."""
+    config = recipe_model.config(1, 1024)
+    config.num_key_value_heads, config.num_attention_heads, config.head_dim = 2, 4, 1
+    fused = torch.tensor([0.0, 1, 10, 20, 2, 3, 11, 21]).view(8, 1)
+    q, k, v = DenseDecoderNames(config)._split_qkv(fused)
+    assert (q.flatten().tolist(), k.flatten().tolist(), v.flatten().tolist()) == ([0, 1, 2, 3], [10, 11], [20, 21])
+
+
+class Parameters(torch.nn.Module):
+    """A module with one parameter under a dotted Megatron name."""
+
+    def __init__(self, name: str):
+        super().__init__()
+        *path, leaf = name.split(".")
+        inner: torch.nn.Module = self
+        for part in path:
+            inner.add_module(part, torch.nn.Module())
+            inner = inner.get_submodule(part)
+        inner.register_parameter(leaf, torch.nn.Parameter(torch.zeros(4, 2)))
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_refused(tmp_path: pathlib.Path) -> None:
+    save_file({"other.weight": torch.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(KeyError, match=r"model\.norm\.weight is missing"):
+        DenseDecoderNames(recipe_model.config(1, 1024)).load_weights(
+            [Parameters("decoder.final_layernorm.weight")], str(tmp_path)
+        )
+
+
+def test_a_checkpoint_with_a_tensor_too_many_is_refused(tmp_path: pathlib.Path) -> None:
+    save_file({"model.norm.weight": torch.ones(4, 2), "stray.weight": torch.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(KeyError, match=r"no parameter takes stray\.weight"):
+        DenseDecoderNames(recipe_model.config(1, 1024)).load_weights(
+            [Parameters("decoder.final_layernorm.weight")], str(tmp_path)
+        )
+
+
+def test_a_parameter_without_a_name_is_an_error() -> None:
+    with pytest.raises(KeyError, match=r"router.*has no Hugging Face name"):
+        list(
+            DenseDecoderNames(recipe_model.config(1, 1024)).export_weights(
+                [Parameters("decoder.layers.0.router.weight")]
+            )
+        )
+
+
+def test_a_written_checkpoint_is_read_back(tmp_path: pathlib.Path) -> None:
+    weights = {"a.weight": torch.randn(3, 2).bfloat16(), "b.weight": torch.randn(4).bfloat16()}
+    write_checkpoint(weights.items(), tmp_path)
+    read = load_file(tmp_path / "model.safetensors")
+    assert read.keys() == weights.keys() and all(torch.equal(read[name], weights[name]) for name in weights)
+
+
+# --- capsules and seeds
+
+
+def test_what_the_trainer_writes_is_a_capsule_to_the_judge(tmp_path: pathlib.Path) -> None:
+    tensors = {
+        "probe_tokens": torch.ones(1, 2, dtype=torch.int64),
+        "probe_length": torch.tensor([2]),
+        "probe_prompt_length": torch.tensor([1]),
+        "probe_log_probs": torch.tensor([[0.0, -0.5]]),
+    }
+    table = {"w": log_prob_record.describe(torch.ones(2, 2).bfloat16())}
+    from runs import execution
+
+    sidecar = {"kind": "sync", "sync": 0, "weights": "theta0", "exported": table, "loaded": table}
+    log_prob_record.write_capsule(tmp_path / "sync-0000", {**sidecar, "execution": execution()}, tensors)
+    capsule = read_capsule(tmp_path / "sync-0000")
+    assert capsule.tensors["probe_log_probs"].read().tolist() == [[0.0, -0.5]]
+    with pytest.raises(FileExistsError, match="an output folder of its own"):
+        log_prob_record.write_capsule(tmp_path / "sync-0000", sidecar, tensors)
+
+
+def test_a_description_is_of_the_bytes() -> None:
+    tensor = torch.tensor([[1.0, 2.0]], dtype=torch.bfloat16)
+    said = log_prob_record.describe(tensor)
+    assert said == {
+        "dtype": "bfloat16",
+        "shape": [1, 2],
+        "sha256": hashlib.sha256(bytes([0x80, 0x3F, 0x00, 0x40])).hexdigest(),
+    }
+    assert log_prob_record.describe(-torch.zeros(1))["sha256"] != log_prob_record.describe(torch.zeros(1))["sha256"]
+
+
+@given(st.integers(0, 2**31), st.integers(1, 10**6), st.integers(0, 10**9), st.integers(0, 10**4))
+def test_a_sampling_seed_is_a_seed(base: int, step: int, index: int, session: int) -> None:
+    seed = log_prob_record.sampling_seed(base, step, index, session)
+    assert 0 <= seed < 2**63
+    assert seed == log_prob_record.sampling_seed(base, step, index, session)
+    assert seed != log_prob_record.sampling_seed(base, step, index, session + 1)
+
+
+# --- what a recorded run refuses
+
+
+def recorded_config(**changes: object) -> object:
+    config = OmegaConf.create(
+        {
+            "algorithm": {"rollout_correction": {"bypass_mode": False}},
+            "actor_rollout_ref": {"actor": {"ppo_epochs": 1, "ppo_mini_batch_size": 16}},
+            "data": {"train_batch_size": 16},
+        }
+    )
+    for key, value in changes.items():
+        OmegaConf.update(config, key.replace("__", "."), value)
+    return config
+
+
+def test_bypass_mode_is_refused() -> None:
+    with pytest.raises(ValueError, match="would compare the rollout with itself: set bypass_mode=False"):
+        PPOTrainerSyncRecorded(recorded_config(algorithm__rollout_correction__bypass_mode=True))
+
+
+@pytest.mark.parametrize("change", [{"ppo_epochs": 2}, {"ppo_mini_batch_size": 8}])
+def test_more_than_one_version_of_the_weights_a_step_is_refused(change: dict[str, int]) -> None:
+    ((key, value),) = change.items()
+    with pytest.raises(ValueError, match="one version of the weights a step"):
+        PPOTrainerSyncRecorded(recorded_config(**{f"actor_rollout_ref__actor__{key}": value}))
+
+
+REFUSED = {
+    "tensor_model_parallel_size=2": {"tensor_model_parallel_size": 2},
+    "pipeline_model_parallel_size=2": {"pipeline_model_parallel_size": 2},
+    "context_parallel_size=2": {"context_parallel_size": 2},
+    "expert_model_parallel_size=2": {"expert_model_parallel_size": 2},
+    "use_remove_padding=True": {"use_remove_padding": True},
+    "use_distributed_optimizer=True": {"use_distributed_optimizer": True},
+    "param_offload=True": {"param_offload": True},
+    "optimizer_offload=True": {"optimizer_offload": True},
+    "model_type='llama'": {"hf.model_type": "llama"},
+    "hidden_act='gelu'": {"hf.hidden_act": "gelu"},
+    "attention_bias=True": {"hf.attention_bias": True},
+    "use_sliding_window=True": {"hf.use_sliding_window": True},
+    "rope_type='yarn'": {"hf.rope_parameters": {"rope_type": "yarn"}},
+}
+
+REFUSALS = """
+import json, sys, torch
+from verl.workers.config import McoreEngineConfig
+from verl.workers.engine.megatron.local_spec_impl import MegatronLocalSpecEngine as Engine
+from types import SimpleNamespace
+torch.distributed.init_process_group("gloo")
+plain = dict(sequence_parallel=False, use_distributed_optimizer=False, use_remove_padding=False)
+said = {}
+for name, change in json.loads(sys.argv[1]).items():
+    hf = dict(model_type="qwen3", hidden_act="silu", attention_bias=False, use_sliding_window=False)
+    hf |= {key[3:]: value for key, value in change.items() if key.startswith("hf.")}
+    engine = object.__new__(Engine)
+    engine.model_config = SimpleNamespace(hf_config=SimpleNamespace(**hf))
+    own = {key: value for key, value in change.items() if not key.startswith("hf.")}
+    engine.engine_config = McoreEngineConfig(**{**plain, **own})
+    try:
+        engine._init_device_mesh()
+    except NotImplementedError as error:
+        said[name] = str(error)
+print(json.dumps(said))
+"""
+
+
+def test_what_the_engine_has_no_rows_for_is_refused_by_name() -> None:
+    one = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    said = json.loads(python(REFUSALS, json.dumps(REFUSED), VERL_PLATFORM="cpu", **one))
+    assert said.keys() == REFUSED.keys()
+    assert all(name in text and "set sizes to 1" in text for name, text in said.items())
+
+
+def test_a_checkpoint_is_saved_as_the_trainer_asks_for_it() -> None:
+    """The RL worker passes folder, remote folder, step and number to keep by position."""
+    from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager
+
+    takes = inspect.signature(MegatronCheckpointManager.save_checkpoint)
+    asked: list[dict[str, Any]] = []
+
+    class Manager:
+        def save_checkpoint(self, *positional: Any, **named: Any) -> None:
+            asked.append({k: v for k, v in takes.bind(self, *positional, **named).arguments.items() if k != "self"})
+
+    engine = object.__new__(MegatronLocalSpecEngine)
+    engine.checkpoint_mananager = Manager()
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        engine.save_checkpoint("folder", None, 7, 2)
+        engine.save_checkpoint(local_path="folder", global_step=8)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert asked == [
+        {"local_path": "folder", "hdfs_path": None, "global_step": 7, "max_ckpt_to_keep": 2},
+        {"local_path": "folder", "global_step": 8},
+    ]
