@@ -33,15 +33,19 @@ class _Group(TyperGroup):
         try:
             return super().invoke(ctx)
         except SamebitsError as error:
-            err.print(f"error: {error}", style="red", markup=False)
-            raise typer.Exit(1) from None
+            message = str(error)
+        except OSError as error:
+            # A path that a person named: everything else that can fail on a disk is a SamebitsError already.
+            message = f"{error.filename}: {error.strerror}; name another path" if error.filename else str(error)
+        err.print(f"error: {message}", style="red", markup=False)
+        raise typer.Exit(1)
 
 
 def _typer(text: str, **options: Any) -> typer.Typer:
     return typer.Typer(help=text, no_args_is_help=True, add_completion=False, rich_markup_mode="markdown", **options)
 
 
-app = _typer("The policy that is trained and the policy that is served produce the same bits.", cls=_Group)
+app = _typer("Make the policy that is trained and the policy that is served produce the same bits.", cls=_Group)
 sources = _typer("Pinned upstream releases: fetch them, verify them.")
 build = _typer("Build what is installed.")
 patch = _typer("The patch series: check, export, apply.")
@@ -59,6 +63,13 @@ class Profile(StrEnum):
 
     cpu = "cpu"
     gpu = "gpu"
+
+
+class Claim(StrEnum):
+    """What a receipt claims."""
+
+    observe = "observe"
+    zero = "zero"
 
 
 class _Named(Protocol):
@@ -335,7 +346,9 @@ def _pairs(texts: list[str] | None, option: str) -> dict[str, str]:
 @app.command("judge")
 def judge_command(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="the folder of a run, or a receipt.json")],
-    claim: Annotated[str, typer.Option(help="observe: complete, finite, within the bound; zero: and no mismatch")] = "",
+    claim: Annotated[
+        Claim | None, typer.Option(help="observe: complete, finite, within the bound; zero: and no mismatch")
+    ] = None,
 ) -> None:
     """Judge a run from its capsules, or a receipt again from its own counts. The claim is the arm's if none is given.
 
@@ -343,34 +356,39 @@ def judge_command(
 
     Examples: `samebits judge build/loop/bi0`, `samebits judge manifests/evidence/cpu/bi0/receipt.json`
     """
-    from samebits.evidence import receipt
+    from samebits.evidence import provenance, receipt
     from samebits.judge import judge_run, read_bounds, rejudge, summary
     from samebits.recipe import arms, launch
 
     bounds = read_bounds(launch.BOUNDS)
     if folder.is_dir():
-        found = judge_run(folder, claim or "observe", bounds)
-        if not claim and found["arm"] is not None:
-            found = judge_run(folder, arms.CLAIM[found["arm"]], bounds)
+        if (folder / "receipt.json").is_file() and not (folder / "capsules").is_dir():
+            raise SamebitsError(f"{folder} holds a receipt and no capsules: judge {folder / 'receipt.json'}")
+        arm = provenance.read(folder / "execution.json")["arm"]
+        found = judge_run(folder, claim or arms.CLAIM[arm], bounds)
     else:
         found = receipt.read(folder)
-        rejudge(found, claim or None, bounds)
+        rejudge(found, claim or arms.CLAIM.get(found["arm"]), bounds)
     _verdict(found, summary(found))
 
 
 @app.command("report")
 def report_command(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="one run, or one of each arm")],
-    page: Annotated[Path, typer.Option("--out", help="the page to write")] = Path("report.html"),
+    page: Annotated[Path, typer.Option("--out", help="the page to write")] = Path("build/report.html"),
+    picture: Annotated[Path | None, typer.Option("--svg", help="also the first run's mismatch chart, alone")] = None,
 ) -> None:
     """Draw one self-contained HTML page of one or two runs.
 
-    Example: `samebits report build/loop/bi0 --out build/loop/report.html`
+    Example: `samebits report build/loop/bi0 --out build/loop/report.html --svg docs/report.svg`
     """
-    from samebits.report import render
+    from samebits.report import render, render_svg_summary
 
     render(runs, page)
     out.print(str(page), markup=False)
+    if picture is not None:
+        picture.write_text(render_svg_summary(runs[0]), encoding="utf-8")
+        out.print(str(picture), markup=False)
 
 
 def _verdict(receipt: dict[str, Any], text: str) -> None:

@@ -77,7 +77,9 @@ def test_each_request_had_a_seed_of_its_own(run: pathlib.Path) -> None:
         assert len(set(seeds.tolist())) == len(seeds) == 64
 
 
-def test_the_update_batched_in_another_order_and_size_than_the_recomputation(run: pathlib.Path) -> None:
+def test_the_update_took_the_samples_in_another_order_and_its_micro_batches_are_other(
+    run: pathlib.Path,
+) -> None:
     for capsule in steps(run):
         order = capsule.tensors["order"].read().tolist()
         assert sorted(order) == list(range(64)) != order
@@ -101,6 +103,7 @@ def test_a_lie_about_the_real_run_does_not_pass(
 ) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(run, copy, ignore=shutil.ignore_patterns("weights"))
+    assert judge_run(copy, "observe", read_bounds(launch.BOUNDS))["verdict"] == "pass", "the control"
     rewrite(copy, "step-0002", lambda meta, tensors: lie(tensors))
     assert judge_run(copy, "observe", read_bounds(launch.BOUNDS))["verdict"] == verdict
 

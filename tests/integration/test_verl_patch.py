@@ -8,6 +8,8 @@ import pathlib
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from samebits.recipe import model as recipe_model
 os.environ["VERL_PLATFORM"] = "cpu"
 
 from verl.plugin.platform import get_platform
+from verl.trainer.ppo.v1 import trainer_sync_recorded
 from verl.trainer.ppo.v1.trainer_sync_recorded import PPOTrainerSyncRecorded
 from verl.utils import log_prob_record
 from verl.workers.engine.megatron.hf_names import DenseDecoderNames, write_checkpoint
@@ -184,6 +187,64 @@ def test_a_sampling_seed_is_a_seed(base: int, step: int, index: int, session: in
     assert 0 <= seed < 2**63
     assert seed == log_prob_record.sampling_seed(base, step, index, session)
     assert seed != log_prob_record.sampling_seed(base, step, index, session + 1)
+
+
+class Rows(list[Any]):
+    """What a field of the transfer queue gives: rows that can be unbound."""
+
+    def unbind(self) -> list[Any]:
+        return list(self)
+
+
+def test_a_step_is_recorded_by_the_index_of_each_sample(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The queue returns rows in any order, the update takes them in another, and a filler row stands for no sample."""
+    from runs import execution
+
+    lengths, filler = {0: 3, 1: 2, 2: 4, 3: 2}, 1
+    returned, taken = [2, 0, 3, 1], [3, 1, 0, 2]
+
+    def rows(make: Callable[[int], Any]) -> Rows:
+        return Rows(make(number) for number in returned)
+
+    def log_probs(number: int, path: float) -> torch.Tensor:
+        return -(number + path + torch.arange(lengths[number]) / 10).float()
+
+    data: dict[str, Any] = {
+        "prompts": rows(lambda n: torch.full((2,), n)),
+        "responses": rows(lambda n: torch.full((lengths[n],), n)),
+        "response_mask": rows(lambda n: torch.ones(lengths[n])),
+        "rollout_log_probs": rows(lambda n: log_probs(n, 0.1)),
+        "old_log_probs": rows(lambda n: log_probs(n, 0.2)),
+        "advantages": rows(lambda n: torch.full((lengths[n],), float(n))),
+        "rm_scores": rows(lambda n: torch.eye(1, lengths[n])[0] * n),
+        "uid": rows(lambda n: f"prompt {n // 2}"),
+        "extra_fields": rows(lambda n: {"sampling_seed": 100 + n}),
+        "record_index": torch.tensor(returned),
+    }
+    monkeypatch.setattr(trainer_sync_recorded.tq, "kv_batch_get", lambda **_: data)
+    trainer = object.__new__(PPOTrainerSyncRecorded)
+    trainer._capsules, trainer._execution, trainer._bypass, trainer.global_steps = tmp_path, execution(), False, 1
+    tags = [{"is_padding": number == filler} for number in range(4)]
+    batch = SimpleNamespace(keys=[], partition_id="train", tags=tags)
+    padded = [torch.nn.functional.pad(log_probs(n, 0.3), (0, 4 - lengths[n])) for n in taken]
+    update = {"parameters": 4, "changed_parameters": 4, "masters": 4, "changed_masters": 1, "grad_norm": 1.0}
+    update |= {"update_square_sum": 16.0, "learning_rate": 1e-4}
+    seen = [(torch.tensor(taken[:2]), torch.stack(padded[:2])), (torch.tensor(taken[2:]), torch.stack(padded[2:]))]
+    trainer._record_step(batch, [{"log_probs": seen, "updates": [update]}])
+
+    capsule = read_capsule(tmp_path / "step-0001")
+    read = {name: tensor.read() for name, tensor in capsule.tensors.items()}
+    kept = [n for n in returned if n != filler]
+    assert read["prompts"][:, 0].tolist() == kept and read["seed"].tolist() == [100 + n for n in kept]
+    assert read["valid"].sum(1).tolist() == [lengths[n] for n in kept]
+    for name, path in (("rollout", 0.1), ("recompute", 0.2), ("actor", 0.3)):
+        for row, number in enumerate(kept):
+            assert read[name][row, : lengths[number]].tolist() == log_probs(number, path).tolist(), (name, number)
+    assert [kept[place] for place in read["order"].tolist()] == [n for n in taken if n != filler]
+    assert read["group"].tolist() == [0, 1, 0] and read["reward"].tolist() == [2.0, 0.0, 3.0]
+    assert capsule.meta["update"]["update_rms"] == 2.0
 
 
 # --- what a recorded run refuses

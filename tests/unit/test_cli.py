@@ -1,13 +1,18 @@
 """The command line: every command explains itself with an example, errors are one message, exit codes are kept."""
 
+import json
 from pathlib import Path
 
 import pytest
+import runs
 import toy
 import typer
 from typer.testing import CliRunner
 
 from samebits import cli
+from samebits.evidence import receipt
+from samebits.judge import judge_run, read_bounds
+from samebits.recipe import launch
 from samebits.sources.pins import Pins
 
 
@@ -75,3 +80,40 @@ def test_hashes_lists_statements(tmp_path: Path) -> None:
 def test_an_unknown_base_is_a_usage_error(checkable: Path) -> None:
     code, said = run("patch", "export", "--base", "toy/2.0")
     assert code == 2 and "toy/2.0" in said
+
+
+def test_a_run_is_judged_and_drawn_and_the_exit_code_is_the_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bounds = {
+        "max_abs": 0.25,
+        "rounding": 0.125,
+        "temperature": 1,
+        "position": 1,
+        "mask": 1,
+        "tokens": 9,
+        "command": "x",
+    }
+    (tmp_path / "bounds.json").write_text(json.dumps({"qwen3-4x1024": bounds}))
+    monkeypatch.setattr(launch, "BOUNDS", tmp_path / "bounds.json")
+    bi0, bi1 = runs.make_run(tmp_path / "bi0", 0), runs.make_run(tmp_path / "bi1", 1)
+
+    assert run("judge", str(bi0))[0] == 0, "arm 0 claims observe"
+    assert run("judge", str(bi0), "--claim", "zero")[0] == 1
+    assert run("judge", str(bi1))[0] == 0, "arm 1 claims zero"
+
+    for folder, claim in ((bi0, "observe"), (bi1, "zero")):
+        receipt.write(folder / "receipt.json", judge_run(folder, claim, read_bounds(launch.BOUNDS)))
+        assert run("judge", str(folder / "receipt.json"))[0] == 0
+    facts = {k: v for k, v in receipt.read(bi1 / "receipt.json").items() if k not in ("schema", "checksum")}
+    receipt.write(tmp_path / "lie.json", receipt.build(**{**facts, "claim": "observe"}))
+    code, said = run("judge", str(tmp_path / "lie.json"))
+    assert code == 1 and "the claim is observe, not zero" in said, "arm 1 may not claim less than zero"
+    page, picture = tmp_path / "page.html", tmp_path / "picture.svg"
+    assert run("report", str(bi0), str(bi1), "--out", str(page), "--svg", str(picture))[0] == 0
+    assert page.read_text().startswith("<!DOCTYPE html>") and picture.read_text().startswith("<svg")
+
+
+def test_a_run_that_is_not_there_is_one_message(tmp_path: Path) -> None:
+    code, said = run("judge", str(tmp_path / "nowhere.json"))
+    assert code == 1 and "error:" in said and "Traceback" not in said

@@ -566,10 +566,16 @@ def test_bounds_are_looked_up_by_model(runs: dict[int, Path], tmp_path: Path) ->
     assert judge_run(runs[0], "observe", {"another model": bounds["qwen3-4x1024"]})["verdict"] == "inconclusive"
 
 
-@pytest.mark.parametrize("change", [{"max_abs": 0.2}, {"mask": 0.5}, {"position": 0.1}, {"rounding": 0.0}])
+@pytest.mark.parametrize("change", [{"mask": 0.5}, {"position": 0.1}, {"max_abs": 0.0, "rounding": 0.0}])
 def test_a_bound_that_separates_nothing_is_refused(tmp_path: Path, change: dict[str, float]) -> None:
-    """Below what rounding does, or at or above what a planted mistake does: it would accuse all or nobody."""
-    with pytest.raises(JudgeError, match="does not lie between rounding and every planted mistake"):
+    """Zero, or at or above what a planted mistake does: it would accuse all or nobody."""
+    with pytest.raises(JudgeError, match="does not lie below every planted mistake"):
+        read_bounds(bounds_file(tmp_path, **change))
+
+
+@pytest.mark.parametrize("change", [{"max_abs": 0.2}, {"max_abs": 1.4}, {"rounding": 0.3}])
+def test_a_bound_is_twice_what_was_measured(tmp_path: Path, change: dict[str, float]) -> None:
+    with pytest.raises(JudgeError, match="is not twice the measured rounding"):
         read_bounds(bounds_file(tmp_path, **change))
 
 

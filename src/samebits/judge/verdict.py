@@ -104,16 +104,18 @@ def rejudge(
 def read_bounds(file: Path) -> Bounds:
     """Calibrated bounds, JSON of {model name: figures of `samebits.probe.rounding`, max_abs and the command}.
 
-    max_abs is the largest |difference| of two logprobs, in nats, that rounding explains for a model. JudgeError for
-    anything else, and for a bound that rounding alone breaks or that a planted mistake would not exceed."""
+    max_abs is the largest |difference| of two logprobs, in nats, that rounding explains for a model: twice what was
+    measured of one side. JudgeError for anything else, and for a bound that a planted mistake would not exceed."""
     try:
         table = strictjson.loads(file.read_bytes())
         bounds = {}
         for name, row in table.items():
             bound, rounding = float(row["max_abs"]), float(row["rounding"])
             mistakes = {mistake: float(row[mistake]) for mistake in _MISTAKES}
-            if not 0 < rounding <= bound < min(mistakes.values()):
-                raise ValueError(f"{name}: max_abs {bound} does not lie between rounding and every planted mistake")
+            if abs(bound - 2 * rounding) > 1e-3 * rounding:
+                raise ValueError(f"{name}: max_abs {bound} is not twice the measured rounding {rounding}")
+            if not 0 < bound < min(mistakes.values()):
+                raise ValueError(f"{name}: max_abs {bound} does not lie below every planted mistake")
             figures = ", ".join(f"{mistake} {size:.3g}" for mistake, size in mistakes.items())
             said = f"{row['command']}: rounding {rounding:.3g} over {row['tokens']} tokens; planted {figures}"
             bounds[name] = {"max_abs": bound, "calibrated": said}

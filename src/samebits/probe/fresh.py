@@ -81,12 +81,12 @@ def probe_fresh_engine(run: pathlib.Path, sync: int, arguments: dict[str, Any]) 
         "probe_log_probs": log_probs,
     }
     capsule.write_capsule(run / "capsules" / f"fresh-{sync:04d}", meta, tensors)
-    # The engine's processes end with this one; its own shutdown waits for each.
+    # Shuts the engine's processes down before the next one starts.
     del engine
 
 
 def main() -> None:
-    """``python -m samebits.probe.fresh RUN SYNC…``: one fresh engine after another, each in processes of its own."""
+    """``python -m samebits.probe.fresh RUN SYNC…``: one engine after another, each in new worker processes."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("run", type=pathlib.Path)
     parser.add_argument("syncs", type=int, nargs="+")

@@ -25,7 +25,7 @@ class Rounding:
 
     tokens: int
     rounding: float
-    bound: float
+    max_abs: float
     temperature: float
     position: float
     mask: float
@@ -70,12 +70,12 @@ def measure(folder: pathlib.Path, questions: int = 256) -> Rounding:
 
     answer = torch.arange(tokens.shape[1]) >= tokens.shape[1] - ANSWER_TOKENS
     blind = mask.clone()
-    blind[:, tokens.shape[1] - ANSWER_TOKENS - 1] = 0  # the last token of the question cannot be seen
+    blind[:, tokens.shape[1] - ANSWER_TOKENS - 1] = 0  # the last token before the answer cannot be seen
     rounding = largest(_log_probs(rounded, tokens, mask, positions))
     return Rounding(
         tokens=right.numel(),
         rounding=rounding,
-        bound=2 * rounding,
+        max_abs=2 * rounding,
         temperature=largest(_log_probs(exact, tokens, mask, positions, temperature=1.1)),
         position=largest(_log_probs(exact, tokens, mask, positions + answer)),
         mask=largest(_log_probs(exact, tokens, blind, positions)),

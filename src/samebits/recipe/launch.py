@@ -27,6 +27,8 @@ from samebits.sources.pins import ROOT
 
 CONFIG = pathlib.Path(__file__).resolve().parent / "config"
 BOUNDS = ROOT / "manifests" / "evidence" / "bounds.json"
+# What --out and --steps decide, and the trainer mode that records.
+_OURS = ("trainer.record", "trainer.total_training_steps", "trainer.v1.trainer_mode")
 Say = Callable[[str], None]
 
 
@@ -79,7 +81,8 @@ def plan(
     changes, what = dict(overrides or {}), model or warm_start.WarmStart()
     command = ["samebits", "run", "rl", "--arm", str(arm), "--steps", str(steps), "--out", "OUT"]
     for key, value in changes.items():
-        if re.split(r"[.@/]", key.lstrip("+~"))[0] in ("recipe", "hydra"):
+        bare = key.lstrip("+~")
+        if re.split(r"[.@/]", bare)[0] in ("recipe", "hydra") or bare.startswith(_OURS):
             raise OverrideError(f"--set {key}: --steps, --out and --warm-start set it; use them, or set another key")
         command += ["--set", f"{key}={value}"]
     standard = asdict(warm_start.WarmStart())
@@ -214,7 +217,7 @@ def _run(planned: Plan, out: pathlib.Path, say: Say) -> dict[str, Any]:
     wheels = provenance.installed_wheels(ROOT / "build" / "wheels" / "cpu" / "requirements.txt")
     say("warm start: a seeded Qwen3, taught the task (kept for the next run)")
     weights = warm_start.obtain(what, wheels, ROOT / "build" / "cache", environment, say)
-    eventlog.append(log, "warm start ready", seconds=round(time.monotonic() - started, 1), key=weights.name)
+    eventlog.append(log, "warm start ready", seconds=_since(started), key=weights.name)
 
     (out / "config.json").write_text(planned.config_text)
     inputs.write_rl_data(out / "data", prompts=steps * planned.config["data"]["train_batch_size"])
@@ -244,18 +247,22 @@ def _run(planned: Plan, out: pathlib.Path, say: Say) -> dict[str, Any]:
     began = time.monotonic()
     command = process.python_module("verl.trainer.main_ppo", "rl", {**folders, **planned.overrides})
     peak = process.run(command, environment, out / "trainer.log", _phases(out, steps, say), "verl's trainer")
-    eventlog.append(log, "trained", seconds=round(time.monotonic() - began, 1), peak_memory_bytes=peak)
+    eventlog.append(log, "trained", seconds=_since(began), peak_memory_bytes=peak)
 
     say("fresh engines on the exported weights of the syncs")
     began = time.monotonic()
     fresh = [sys.executable, "-m", "samebits.probe.fresh", str(out), *map(str, range(steps))]
     peak = process.run(fresh, environment, out / "fresh.log", what="the fresh engine")
-    eventlog.append(log, "probed", seconds=round(time.monotonic() - began, 1), peak_memory_bytes=peak)
+    eventlog.append(log, "probed", seconds=_since(began), peak_memory_bytes=peak)
 
     document = verdict.judge_run(out, arms.CLAIM[planned.arm], verdict.read_bounds(BOUNDS))
     receipt.write(out / "receipt.json", document)
-    eventlog.append(log, "judged", verdict=document["verdict"], seconds=round(time.monotonic() - started, 1))
+    eventlog.append(log, "judged", receipt=document["checksum"], verdict=document["verdict"], seconds=_since(started))
     return document
+
+
+def _since(moment: float) -> float:
+    return round(time.monotonic() - moment, 1)
 
 
 def _model_identity(what: warm_start.WarmStart, weights: pathlib.Path) -> dict[str, Any]:

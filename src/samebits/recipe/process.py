@@ -19,7 +19,7 @@ from samebits.errors import SamebitsError
 # The line that a Python traceback ends with, behind whatever prefix a logger or Ray put before it.
 _ERROR = re.compile(r"(?:^|\s|\])((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Timeout)(?::| \(|$).*)")
 # Packages that are optional announce their absence this way.
-_HARMLESS = re.compile(r"Warning|is not available|No module named '(?:torchtitan|veomni|nemo_automodel|mindspeed)")
+_HARMLESS = re.compile(r"\w*Warning: |\w+ engine is not available: ")
 _POLL_S = 0.5
 # Seconds between two looks at the memory: asking for the share of each page walks every page table.
 LOOK_S = 5.0
@@ -32,7 +32,11 @@ class RunFailed(SamebitsError):
     """A child ended with an error; ``first_error`` is that of its log."""
 
     def __init__(self, what: str, code: int, first_error: str, log: pathlib.Path) -> None:
-        super().__init__(f"{what} ended with code {code}. First error: {first_error}\nThe whole log: {log}")
+        how = f"code {code}"
+        if code < 0:
+            killed = " (often the kernel, short of memory)" if -code == signal.SIGKILL else ""
+            how = f"signal {signal.Signals(-code).name}{killed}"
+        super().__init__(f"{what} ended with {how}. First error: {first_error}\nThe whole log: {log}")
         self.what, self.code, self.first_error = what, code, first_error
 
 

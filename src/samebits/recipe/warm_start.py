@@ -59,7 +59,7 @@ class WarmStart:
     @property
     def name(self) -> str:
         """What a calibrated bound is kept under: rounding moves a taught model's logprobs by other amounts."""
-        return f"qwen3-{self.layers}x{self.hidden}-sft{self.steps}"
+        return f"qwen3-{self.layers}x{self.hidden}-seed{self.seed}-sft{self.steps}"
 
     def key(self, wheels: Mapping[str, str], environment: Mapping[str, str]) -> str:
         """The hash of all that decides the weights: this description, our sources, the packages, the arithmetic."""

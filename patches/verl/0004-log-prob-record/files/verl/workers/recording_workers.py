@@ -26,6 +26,17 @@ def _observed_loss(model_output, data: TensorDict, dp_group=None, *, loss_fn, se
     return loss_fn(model_output=model_output, data=data, dp_group=dp_group)
 
 
+@torch.no_grad()
+def _moved(now: list[torch.Tensor], before: list[torch.Tensor]) -> tuple[int, float]:
+    """How many elements changed, and the sum of the squared changes; one tensor at a time in float64."""
+    count, square_sum = 0, 0.0
+    for new, old in zip(now, before, strict=True):
+        change = new.double() - old.double()
+        count += int(change.count_nonzero())
+        square_sum += float(change.square().sum())
+    return count, square_sum
+
+
 class RecordingTrainingWorker(TrainingWorker):
     """A `TrainingWorker` that remembers the logprobs of its update and what the optimizer step changed."""
 
@@ -52,21 +63,19 @@ class RecordingTrainingWorker(TrainingWorker):
         # Read now: the scheduler moves it on after the step.
         learning_rate = float(self.engine.optimizer.param_groups[0]["lr"])
         output = super().train_batch(data)
-        with torch.no_grad():
-            moved = [(now.double() - was.double()) for now, was in zip(self._mains(), mains, strict=True)]
-            self.updates_seen.append(
-                {
-                    "parameters": sum(m.numel() for m in mains),
-                    "changed_parameters": sum(int(m.count_nonzero()) for m in moved),
-                    "masters": sum(m.numel() for m in masters),
-                    "changed_masters": sum(
-                        int((now != was).sum()) for now, was in zip(self._masters(), masters, strict=True)
-                    ),
-                    "update_square_sum": sum(float(m.square().sum()) for m in moved),
-                    "learning_rate": learning_rate,
-                    "grad_norm": float(tu.get(output, "metrics")["grad_norm"]),
-                }
-            )
+        changed, square_sum = _moved(self._mains(), mains)
+        changed_masters, _ = _moved(self._masters(), masters)
+        self.updates_seen.append(
+            {
+                "parameters": sum(m.numel() for m in mains),
+                "changed_parameters": changed,
+                "masters": sum(m.numel() for m in masters),
+                "changed_masters": changed_masters,
+                "update_square_sum": square_sum,
+                "learning_rate": learning_rate,
+                "grad_norm": float(tu.get(output, "metrics")["grad_norm"]),
+            }
+        )
         return output
 
 

@@ -52,6 +52,8 @@ class PPOTrainerSyncRecorded(PPOTrainerSync):
                 "trainer_mode=sync_recorded reads weights back from one rank of the engine: set "
                 "actor_rollout_ref.rollout.tensor_model_parallel_size=1"
             )
+        if config.actor_rollout_ref.model.get("lora_rank", 0) or config.actor_rollout_ref.model.get("lora_adapter_path"):
+            raise ValueError("trainer_mode=sync_recorded describes whole weights, not adapters: set model.lora_rank=0")
         record = config.trainer.record
         self._capsules = pathlib.Path(record.dir) / "capsules"
         self._execution = json.loads(pathlib.Path(record.execution).read_text())
@@ -89,30 +91,35 @@ class PPOTrainerSyncRecorded(PPOTrainerSync):
     def _record_step(self, batch: KVBatchMeta, ranks: list[dict[str, Any]]) -> None:
         fields = ["prompts", "responses", "response_mask", "rollout_log_probs", "old_log_probs", "advantages", "rm_scores"]
         data = tq.kv_batch_get(
-            keys=batch.keys, partition_id=batch.partition_id, select_fields=[*fields, "uid", "extra_fields"]
+            keys=batch.keys,
+            partition_id=batch.partition_id,
+            select_fields=[*fields, "uid", "extra_fields", "record_index"],
         )
-        rows = {name: list(data[name].unbind()) for name in fields}
-        order = [i for rank in ranks for index, _ in rank["log_probs"] for i in index.tolist()]
+        # Each row says which sample it is. verl fills a batch up with rows that stand for none; they are left out.
+        filler = [bool(tag.get("is_padding", False)) for tag in batch.tags]
+        numbers = data["record_index"].tolist()
+        kept = [row for row, number in enumerate(numbers) if not filler[number]]
+        place = {numbers[row]: new for new, row in enumerate(kept)}
+        rows = {name: [values[row] for row in kept] for name in fields for values in [data[name].unbind()]}
+        taken = [i for rank in ranks for index, _ in rank["log_probs"] for i in index.tolist()]
         seen = [row for rank in ranks for _, log_probs in rank["log_probs"] for row in log_probs]
-        actor = dict(zip(order, seen, strict=True))
+        actor = {place[i]: row for i, row in zip(taken, seen, strict=True) if i in place}
         groups: dict[str, int] = {}
-        uids = [str(uid) for uid in data["uid"]]
-        real = [not tag.get("is_padding", False) for tag in batch.tags]
+        uids, extras = list(data["uid"]), list(data["extra_fields"])
         lengths = [len(response) for response in rows["responses"]]
-        masks = [mask.bool() & keep for mask, keep in zip(rows["response_mask"], real, strict=True)]
         tensors = {
             "prompts": right_padded(rows["prompts"], torch.int64),
             "prompt_length": torch.tensor([len(prompt) for prompt in rows["prompts"]]),
             "responses": right_padded(rows["responses"], torch.int64),
-            "valid": right_padded(masks, torch.bool),
+            "valid": right_padded(rows["response_mask"], torch.bool),
             "rollout": right_padded(rows["rollout_log_probs"], rows["rollout_log_probs"][0].dtype),
             "recompute": right_padded(rows["old_log_probs"], rows["old_log_probs"][0].dtype),
             "actor": right_padded([actor[i][:length] for i, length in enumerate(lengths)], actor[0].dtype),
-            "order": torch.tensor(order),
+            "order": torch.tensor([place[i] for i in taken if i in place]),
             "advantages": right_padded(rows["advantages"], torch.float32),
             "reward": torch.stack([score.sum().float() for score in rows["rm_scores"]]),
-            "group": torch.tensor([groups.setdefault(uid, len(groups)) for uid in uids]),
-            "seed": torch.tensor([extra["sampling_seed"] for extra in data["extra_fields"]]),
+            "group": torch.tensor([groups.setdefault(str(uids[row]), len(groups)) for row in kept]),
+            "seed": torch.tensor([extras[row]["sampling_seed"] for row in kept]),
         }
         update = dict(ranks[0]["updates"][0])
         # Every rank of a data-parallel group steps the same mains: rank 0 speaks for all on this engine.
