@@ -162,8 +162,8 @@ def test_both_arms_start_from_the_same_weights() -> None:
     assert SMALL.key({}, ENVIRONMENT) == SMALL.key({}, {**ENVIRONMENT, arms.SWITCH: "1"})
 
 
-def test_a_warm_start_is_named_by_its_size_and_its_lessons() -> None:
-    assert WarmStart(seed=3).name == "qwen3-2x1024-sft120"
+def test_a_warm_start_is_named_by_its_size_its_seed_and_its_lessons() -> None:
+    assert WarmStart(seed=3).name == "qwen3-2x1024-seed3-sft120"
 
 
 @pytest.mark.parametrize("settings", [{"depth": "2"}, {"steps": "many"}, {"steps": "0"}, {"hidden": "100"}])
