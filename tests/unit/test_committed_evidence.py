@@ -82,4 +82,4 @@ def test_the_picture_is_of_the_receipt() -> None:
 
 def test_every_number_of_the_bounds_has_its_command() -> None:
     for row in json.loads(launch.BOUNDS.read_text()).values():
-        assert row["command"].startswith("python -m samebits.probe.rounding")
+        assert "python -m samebits.probe.rounding RUN/weights/theta0" in row["command"]
