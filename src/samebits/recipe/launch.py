@@ -27,6 +27,7 @@ from samebits.sources.pins import ROOT
 
 CONFIG = pathlib.Path(__file__).resolve().parent / "config"
 BOUNDS = ROOT / "manifests" / "evidence" / "bounds.json"
+WHEELS = ROOT / "build" / "wheels" / "cpu" / "requirements.txt"
 # What --out and --steps decide, and the trainer mode that records.
 _OURS = ("trainer.record", "trainer.total_training_steps", "trainer.v1.trainer_mode")
 Say = Callable[[str], None]
@@ -214,7 +215,7 @@ def _run(planned: Plan, out: pathlib.Path, say: Say) -> dict[str, Any]:
     what, environment, steps = planned.model, planned.environment, planned.steps
     started = time.monotonic()
     eventlog.append(log, "warm start", **asdict(what))
-    wheels = provenance.installed_wheels(ROOT / "build" / "wheels" / "cpu" / "requirements.txt")
+    wheels = provenance.installed_wheels(WHEELS)
     say("warm start: a seeded Qwen3, taught the task (kept for the next run)")
     weights = warm_start.obtain(what, wheels, ROOT / "build" / "cache", environment, say)
     eventlog.append(log, "warm start ready", seconds=_since(started), key=weights.name)
@@ -223,8 +224,8 @@ def _run(planned: Plan, out: pathlib.Path, say: Say) -> dict[str, Any]:
     inputs.write_rl_data(out / "data", prompts=steps * planned.config["data"]["train_batch_size"])
     identity = provenance.collect(
         root=ROOT,
-        lock=ROOT / "manifests" / "locks" / "cpu.txt",
-        requirements=ROOT / "build" / "wheels" / "cpu" / "requirements.txt",
+        lock=warm_start.LOCK,
+        requirements=WHEELS,
         arm=planned.arm,
         runner=arms.runner(environment),
         config_sha256=planned.config_sha256,

@@ -20,7 +20,7 @@ from samebits.evidence import provenance
 from samebits.recipe import arms, inputs, model, process
 from samebits.sources.pins import ROOT
 
-_LOCK = ROOT / "manifests" / "locks" / "cpu.txt"
+LOCK = ROOT / "manifests" / "locks" / "cpu.txt"
 _SOURCES = ("warm_start.py", "model.py", "task.py", "inputs.py", "config/sft.yaml")
 SAY_EVERY = 20  # steps
 
@@ -64,7 +64,7 @@ class WarmStart:
     def key(self, wheels: Mapping[str, str], environment: Mapping[str, str]) -> str:
         """The hash of all that decides the weights: this description, our sources, the packages, the arithmetic."""
         here = pathlib.Path(__file__).parent
-        files = {name: here / name for name in _SOURCES} | {_LOCK.name: _LOCK}
+        files = {name: here / name for name in _SOURCES} | {LOCK.name: LOCK}
         sources = {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items()}
         # Both arms start from the same weights, and vLLM takes no part in teaching them.
         switches = {
