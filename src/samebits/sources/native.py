@@ -1,7 +1,7 @@
-"""Compiles the native libraries of patched wheels: a compiler by hash, flags in manifests/native.toml, one set of bytes.
+"""Compiles the native libraries of patched wheels: pinned compiler, flags in manifests/native.toml, one set of bytes.
 
-The compiler is clang in the ziglang wheel, with the C library's headers and names in it: the bytes depend on neither the
-machine's compiler nor its libraries, nor on an installed torch. What comes out is compared with the recorded sha256.
+The compiler is clang in the ziglang wheel, with the C library's headers and names in it: the bytes depend on neither
+the machine's compiler nor its libraries, nor on an installed torch. They are compared with the recorded sha256.
 """
 
 import fcntl
@@ -60,7 +60,8 @@ class Library:
 def load_native(path: Path = ROOT / "manifests" / "native.toml") -> tuple[Compiler, tuple[Library, ...]]:
     """Read manifests/native.toml."""
     raw = tomllib.loads(path.read_text("utf-8"))
-    compiler = Compiler(**{k: tuple(v) if isinstance(v, list) else v for k, v in raw["compiler"].items()})
+    said = raw["compiler"]
+    compiler = Compiler(said["artefact"], said["target"], tuple(said["flags"]))
     libraries = []
     for table in raw["library"]:
         objects = tuple(Object(o["source"], tuple(o["flags"])) for o in table.pop("object"))
@@ -98,13 +99,13 @@ def build_library(compiler: Compiler, library: Library, pins: Pins, patches: Pat
     if digest != library.sha256:
         raise NativeError(
             f"{library.file}: its sha256 is {digest}, manifests/native.toml says {library.sha256 or 'nothing'}. "
-            "Remedy: if its sources, flags or compiler were changed, record the new one; else find out what differs here."
+            "Remedy: if sources, flags or compiler were changed, record the new one; else find out what differs here."
         )
     return data
 
 
 def compile_library(compiler: Compiler, library: Library, pins: Pins, folder: Path, cache: Path) -> bytes:
-    """Compile and link from the sources in `folder`; nothing of where it happens is in the result. Raises NativeError."""
+    """Compile and link the sources in `folder`; nothing of where it happens is in the result. Raises NativeError."""
     zig = _unpacked(pins.by_file[compiler.artefact], cache) / "ziglang" / "zig"
     with tempfile.TemporaryDirectory(prefix="samebits-native-") as scratch:
         # Relative names only: a name that a message or an assertion keeps would be one of this machine.
@@ -126,9 +127,8 @@ def compile_library(compiler: Compiler, library: Library, pins: Pins, folder: Pa
 
 def _key(compiler: Compiler, library: Library, pins: Pins, folder: Path) -> str:
     """What a library is made of, as one hash."""
-    digest = hashlib.sha256(
-        repr((compiler, library.objects, library.needs, pins.by_file[compiler.artefact].sha256)).encode()
-    )
+    made_of = (compiler, library.objects, library.needs, pins.by_file[compiler.artefact].sha256)
+    digest = hashlib.sha256(repr(made_of).encode())
     for path in sorted(folder.iterdir()):
         digest.update(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     return digest.hexdigest()[:24]
