@@ -43,7 +43,7 @@ RUNNER_SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
 
 # What arm 1 runs on, by the package that brings it. Both packages are too large to import for a question.
 OPERATORS = ("vllm", "batch_invariant_cpu.so")
-ALIGNED_SPEC = ("megatron.core", "models/gpt/batch_invariant_layer_specs.py")
+ALIGNED_SPEC = ("megatron.core", "models/gpt/gpt_aligned_layer_specs.py")
 
 
 class ArmError(SamebitsError):

@@ -233,13 +233,13 @@ def run_loop(
     arms.contract(1)
     page = out / "report.html"
     page.unlink(missing_ok=True)
-    folders = [out / f"bi{arm}" for arm in arms.CLAIM]
-    found = [
-        run_rl(arm, steps, folder, overrides, model, lambda said, arm=arm: say(f"BI={arm}: {said}"), replace)
-        for arm, folder in zip(arms.CLAIM, folders, strict=True)
-    ]
-    render(folders, page)
-    return found
+    found = {}
+    for arm in arms.CLAIM:
+        folder = out / f"bi{arm}"
+        say(f"arm {arm}: {folder}")
+        found[folder] = run_rl(arm, steps, folder, overrides, model, say, replace)
+    render(list(found), page)
+    return list(found.values())
 
 
 def _run(planned: Plan, contract: str | None, out: pathlib.Path, say: Say) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from megatron.core.transformer import TransformerConfig
 from verl.utils.torch_dtypes import PrecisionType
 
 from ..base import EngineRegistry
-from .column_major_weights import column_major_weights
 from .hf_names import DenseDecoderNames
 from .transformer_impl import MegatronEngineWithLMHead
 
@@ -141,10 +140,6 @@ class MegatronLocalSpecEngine(MegatronEngineWithLMHead):
         )
         self.bridge.load_weights(module, self.model_config.local_path)
         return module
-
-    def forward_backward_batch(self, *batch: Any, **options: Any) -> Any:
-        with column_major_weights():
-            return super().forward_backward_batch(*batch, **options)
 
     # The parameters live where they compute. The inherited methods would first bring them back from the host.
 
