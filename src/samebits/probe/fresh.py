@@ -25,6 +25,7 @@ def engine_arguments(rollout: dict[str, Any]) -> dict[str, Any]:
     same = ("dtype", "enforce_eager", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "logprobs_mode")
     return {
         **{name: rollout[name] for name in same},
+        "worker_extension_cls": WORKER_EXTENSION,
         "enable_chunked_prefill": rollout["enable_chunked_prefill"],
         "enable_prefix_caching": rollout["enable_prefix_caching"],
         "gpu_memory_utilization": rollout["gpu_memory_utilization"],
@@ -49,7 +50,6 @@ def probe_fresh_engine(run: pathlib.Path, sync: int, arguments: dict[str, Any]) 
         str(run / "weights" / synced.meta["weights"]),
         # The same worker process, threads and reading of weights as under verl.
         distributed_executor_backend="mp",
-        worker_extension_cls=WORKER_EXTENSION,
         disable_log_stats=True,
         **arguments,
     )
