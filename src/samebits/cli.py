@@ -6,7 +6,8 @@ adds its typer app by one `app.add_typer(...)` line. Exit codes: 0 done, 1 an er
 
 import shlex
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
@@ -282,29 +283,66 @@ def patch_hashes(
             out.print(f"{'':7}{header}  its header", markup=False)
 
 
+Steps = Annotated[
+    int, typer.Option(min=1, help="optimizer steps; 3 compare θ0, θ1 and θ2, and with fewer no verdict is a pass")
+]
+Replace = Annotated[bool, typer.Option("--replace", help="remove a run that is over from its folder first")]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="a Hydra override; repeat for more")
+]
+Warm = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--warm-start", metavar="KEY=VALUE", help="seed, layers, hidden or steps of the warm start; repeat for more"
+    ),
+]
+
+
+@run.command("loop")
+def run_loop(
+    folder: Annotated[Path, typer.Option("--out", help="where OUT/bi0, OUT/bi1 and OUT/report.html go")],
+    steps: Steps = 3,
+    replace: Replace = False,
+    settings: Settings = None,
+    warm_start: Warm = None,
+) -> None:
+    """Run the RL recipe as arm 0, then as arm 1, on this machine's CPU; one page shows both.
+
+    Exit code 0 if arm 0 was observed and arm 1 is zero, 1 otherwise; the page is drawn in either case.
+
+    Examples: `samebits run loop --out build/loop --replace`, `samebits run loop --out build/one --warm-start seed=1`
+    """
+    from samebits.judge import summary
+    from samebits.recipe import launch
+    from samebits.recipe.warm_start import WarmStart
+
+    overrides = _pairs(settings, "--set")
+    model = WarmStart.described(_pairs(warm_start, "--warm-start"))
+    with _saying() as say:
+        receipts = launch.run_loop(steps, folder, overrides, model, say, replace)
+    for receipt in receipts:
+        out.print(f"BI={receipt['arm']}  {summary(receipt)}", markup=False)
+    out.print(f"report: {folder / 'report.html'}", markup=False)
+    if any(receipt["verdict"] != "pass" for receipt in receipts):
+        raise typer.Exit(1)
+
+
 @run.command("rl")
 def run_rl(
     arm: Annotated[int, typer.Option(help="0: vLLM and Megatron as they are; 1: batch invariant")],
     folder: Annotated[Path, typer.Option("--out", help="a new folder for capsules, logs and the receipt")],
-    steps: Annotated[
-        int, typer.Option(min=1, help="optimizer steps; 3 compare θ0, θ1 and θ2, and with fewer no verdict is a pass")
-    ] = 3,
+    steps: Steps = 3,
     page: Annotated[Path | None, typer.Option("--report", help="where the page goes; default OUT/report.html")] = None,
-    replace: Annotated[bool, typer.Option("--replace", help="remove a run that is over from --out first")] = False,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="a Hydra override; repeat for more")
-    ] = None,
-    warm_start: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="seed, layers, hidden or steps of the warm start; repeat for more"),
-    ] = None,
+    replace: Replace = False,
+    settings: Settings = None,
+    warm_start: Warm = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print what would run, and start nothing")] = False,
 ) -> None:
     """Run the RL recipe on this machine's CPU and judge it: the receipt is OUT/receipt.json, the page OUT/report.html.
 
     Exit code 0 for the verdict pass, 1 for any other; the page is drawn in either case.
 
-    Examples: `samebits run rl --arm 0 --out build/loop/bi0`,
+    Examples: `samebits run rl --arm 1 --out build/loop/bi1`,
     `samebits run rl --arm 0 --out build/small --set data.train_batch_size=8 --warm-start steps=60`
     """
     from samebits.judge import summary
@@ -319,15 +357,22 @@ def run_rl(
         out.print(f"command: {shlex.join(planned.command)}", markup=False)
         return
     page = page or folder / "report.html"
+    with _saying() as say:
+        receipt = launch.run_rl(arm, steps, folder, overrides, model, say, replace, page)
+    out.print(f"report: {page}", markup=False)
+    _verdict(receipt, summary(receipt))
+
+
+@contextmanager
+def _saying() -> Iterator[Callable[[str], None]]:
+    """Says each phase of a run as it comes, and shows the present one where somebody looks."""
     with err.status("starting") as status:
 
         def say(phase: str) -> None:
             status.update(phase)
             err.print(phase, markup=False)
 
-        receipt = launch.run_rl(arm, steps, folder, overrides, model, say, replace, page)
-    out.print(f"report: {page}", markup=False)
-    _verdict(receipt, summary(receipt))
+        yield say
 
 
 def _pairs(texts: list[str] | None, option: str) -> dict[str, str]:
@@ -376,19 +421,28 @@ def judge_command(
 def report_command(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="one run, or one of each arm")],
     page: Annotated[Path, typer.Option("--out", help="the page to write")] = Path("build/report.html"),
-    picture: Annotated[Path | None, typer.Option("--svg", help="also the first run's mismatch chart, alone")] = None,
+    picture: Annotated[Path | None, typer.Option("--svg", help="also the mismatch charts alone, as a picture")] = None,
+    readme: Annotated[
+        Path | None, typer.Option("--table", help="also write the mismatch table into this Markdown file")
+    ] = None,
 ) -> None:
     """Draw one self-contained HTML page of one or two runs.
 
-    Example: `samebits report build/loop/bi0 --out build/loop/report.html --svg docs/report.svg`
+    `--table` replaces what stands between the file's two markers, `<!-- mismatches -->` and `<!-- /mismatches -->`.
+
+    Examples: `samebits report build/loop/bi0 build/loop/bi1 --out build/loop/report.html`,
+    `samebits report manifests/evidence/cpu/bi0 manifests/evidence/cpu/bi1 --svg docs/report.svg --table README.md`
     """
-    from samebits.report import render, render_svg_summary
+    from samebits.report import insert_table, render, render_svg_summary, render_table
 
     render(runs, page)
     out.print(str(page), markup=False)
     if picture is not None:
-        picture.write_text(render_svg_summary(runs[0]), encoding="utf-8")
+        picture.write_text(render_svg_summary(runs), encoding="utf-8")
         out.print(str(picture), markup=False)
+    if readme is not None:
+        insert_table(readme, render_table(runs))
+        out.print(str(readme), markup=False)
 
 
 def _verdict(receipt: dict[str, Any], text: str) -> None:
