@@ -51,10 +51,14 @@ sources = _typer("Pinned upstream releases: fetch them, verify them.")
 build = _typer("Build what is installed.")
 patch = _typer("The patch series: check, export, apply.")
 run = _typer("Run the recipe through verl's own trainer.")
+check = _typer("Check what is claimed.")
+bench = _typer("Measure both arms, side by side.")
 app.add_typer(sources, name="sources")
 app.add_typer(build, name="build")
 app.add_typer(patch, name="patch")
 app.add_typer(run, name="run")
+app.add_typer(check, name="check")
+app.add_typer(bench, name="bench")
 
 PATCHES, RECORDS, SERIES = ROOT / "patches", ROOT / "manifests" / "patched", ROOT / "build" / "series"
 
@@ -443,6 +447,62 @@ def report_command(
     if readme is not None:
         insert_table(readme, render_table(runs))
         out.print(str(readme), markup=False)
+
+
+@check.command("contract")
+def check_contract(
+    write: Annotated[
+        bool, typer.Option("--write", help="make the document's tables anew instead of comparing")
+    ] = False,
+) -> None:
+    """Compare docs/numerical-contract.md with the table of operators in the code, and that table with the tests.
+
+    Examples: `samebits check contract`, `samebits check contract --write`
+    """
+    from samebits.judge import contract
+
+    document = ROOT / "docs" / "numerical-contract.md"
+    if write:
+        contract.write(document)
+    contract.check(document, ROOT)
+    tests = {test for row in contract.ROWS for test in row.tests}
+    out.print(f"{document.relative_to(ROOT)}: {len(contract.ROWS)} operators, {len(tests)} tests, as in the code")
+
+
+@bench.command("cpu")
+def bench_cpu(
+    record: Annotated[Path | None, typer.Option("--out", help="write the measurement to this JSON file")] = None,
+    layers: Annotated[int, typer.Option(min=1, help="of the random Qwen3")] = 6,
+    hidden: Annotated[int, typer.Option(help="its hidden size, a multiple of 128")] = 1024,
+    rounds: Annotated[int, typer.Option(min=1, help="turns of each arm at each workload")] = 3,
+    compiled: Annotated[
+        bool, typer.Option("--compiled", help="vLLM compiles its graph; the recipe's engine does not")
+    ] = False,
+) -> None:
+    """Time both arms in one run, taking turns: vLLM's decode and prefill, a forward and backward of Megatron Core.
+
+    Exit code 0 if every median ratio is what it must be, 1 otherwise.
+
+    Example: `samebits bench cpu --out manifests/evidence/cpu/bench.json`
+    """
+    from samebits import bench as room
+    from samebits.evidence.measurement import BENCH
+
+    with err.status("starting") as status:
+
+        def say(phase: str) -> None:
+            status.update(phase)
+            if not err.is_terminal:
+                err.print(phase, markup=False)
+
+        document = room.measure(layers, hidden, rounds, compiled, say, ROOT / "build" / "bench")
+    out.print(room.table(document))
+    if record is not None:
+        BENCH.write(record, document)
+        out.print(f"{record}", markup=False)
+    if slow := room.missed(document):
+        err.print(f"error: not what it must be: {'; '.join(slow)}", style="red", markup=False)
+        raise typer.Exit(1)
 
 
 def _verdict(receipt: dict[str, Any], text: str) -> None:
