@@ -1,7 +1,10 @@
 """One vLLM engine on the CPU, in a process of its own: `python vllm_engine.py JOB`, JOB a folder with job.json.
 
 job.json: {"engine": arguments of LLM, "steps": [...]}. Each step adds a result to JOB/results.json:
-{"generate": true}, {"load": weights file, "buckets": n, "process": bool} or {"read": file to write}.
+{"generate": true}, {"load": weights file, "buckets": n, "process": bool} or {"read": file to write};
+{"serve": [requests], "together": bool}, {"score": step}: what that step served, as prompts; {"operators": request}: the
+ATen operators that serve it, from embedding to logprobs; {"code": true}: the code that the compiler generated for the
+model; or {"preemptions": true}: how often a request was set back.
 """
 
 from __future__ import annotations
@@ -16,8 +19,10 @@ os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": 
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch._inductor.graph import GraphLowering
 from vllm.model_executor.layers import utils
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
+from vllm.v1.sample.sampler import Sampler
 
 import vllm
 from vllm import LLM, SamplingParams
@@ -51,6 +56,70 @@ def generate(llm: LLM) -> list[dict[str, Any]]:
     return outputs
 
 
+def serve(llm: LLM, requests: list[dict[str, Any]], together: bool) -> list[dict[str, Any]]:
+    """Tokens, their logprobs and, where asked for, the prompt's."""
+    prompts: Any = [{"prompt_token_ids": request["prompt"]} for request in requests]
+    sampling = [
+        SamplingParams(
+            max_tokens=request.get("max_tokens", RESPONSE),
+            temperature=request.get("temperature", 1.0),
+            seed=request.get("seed"),
+            logprobs=0,
+            prompt_logprobs=0 if request.get("prompt_logprobs") else None,
+            ignore_eos=True,
+            detokenize=False,
+        )
+        for request in requests
+    ]
+    batches = [(prompts, sampling)] if together else [([p], [s]) for p, s in zip(prompts, sampling, strict=True)]
+    served = []
+    for batch in batches:
+        done: Any = llm.generate(*batch, use_tqdm=False)
+        for request in done:
+            one = request.outputs[0]
+            result = {
+                "prompt": list(request.prompt_token_ids),
+                "tokens": list(one.token_ids),
+                "logprobs": [step[token].logprob for token, step in zip(one.token_ids, one.logprobs, strict=True)],
+            }
+            if request.prompt_logprobs:
+                pairs = zip(request.prompt_token_ids[1:], request.prompt_logprobs[1:], strict=True)
+                result["prompt_logprobs"] = [step[token].logprob for token, step in pairs]
+            served.append(result)
+    return served
+
+
+def score(llm: LLM, served: list[dict[str, Any]]) -> list[list[float]]:
+    """The logprobs of the tokens that were served, computed as those of a prompt."""
+    requests = [{"prompt": s["prompt"] + s["tokens"], "max_tokens": 1, "prompt_logprobs": True} for s in served]
+    scored = serve(llm, requests, together=True)
+    return [new["prompt_logprobs"][-len(old["tokens"]) :] for new, old in zip(scored, served, strict=True)]
+
+
+def operators(llm: LLM, request: dict[str, Any]) -> list[str]:
+    """Names of all operators that run in the model, its output layer and the logprobs, nested ones too."""
+    seen: set[str] = set()
+
+    def watched(function: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+                result = function(*args, **kwargs)
+            seen.update(event.name for event in profile.events() if "::" in event.name)
+            return result
+
+        return run
+
+    def watch(worker: Any) -> None:
+        runner = worker.model_runner
+        for owner, name in ((runner.model, "forward"), (runner.model, "compute_logits"), (Sampler, "compute_logprobs")):
+            function = watched(getattr(owner, name))
+            setattr(owner, name, staticmethod(function) if isinstance(owner, type) else function)
+
+    llm.collective_rpc(watch)
+    serve(llm, [request], together=True)
+    return sorted(seen)
+
+
 def load(worker: Any, file: str, buckets: int, process: bool) -> None:
     """What verl does in a weight sync: `load_weights` a bucket, each in memory that the next one reuses."""
     runner = worker.model_runner
@@ -82,11 +151,25 @@ def main(job: pathlib.Path) -> None:
         "seed": 0,
         **task["engine"],
     }
+    code: list[str] = []
+    if any("code" in step for step in task["steps"]):
+        GraphLowering.save_output_code = staticmethod(code.append)
+        torch._inductor.config.force_disable_caches = True  # code from a cache is not generated
     llm = LLM(**settings)
     results: list[Any] = []
     for step in task["steps"]:
         if "generate" in step:
             results.append(generate(llm))
+        elif "serve" in step:
+            results.append(serve(llm, step["serve"], step["together"]))
+        elif "score" in step:
+            results.append(score(llm, results[step["score"]]))
+        elif "operators" in step:
+            results.append(operators(llm, step["operators"]))
+        elif "code" in step:
+            results.append(code)
+        elif "preemptions" in step:
+            results.append(sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions"))
         elif "read" in step:
             llm.collective_rpc(read, args=(step["read"],))
             results.append(None)
@@ -96,7 +179,11 @@ def main(job: pathlib.Path) -> None:
                 results.append("")
             except Exception as error:
                 results.append(f"{type(error).__name__}: {error}")
-    origin = {"vllm": vllm.__file__, "patched": hasattr(utils, "keeps_cpu_weight")}
+    origin = {
+        "vllm": vllm.__file__,
+        "patched": hasattr(utils, "keeps_cpu_weight"),
+        "batch_invariant": hasattr(torch.ops.batch_invariant, "linear"),
+    }
     (job / "results.json").write_text(json.dumps({"origin": origin, "results": results}))
 
 

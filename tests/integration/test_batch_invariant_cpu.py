@@ -1,0 +1,256 @@
+"""vLLM on the CPU at VLLM_BATCH_INVARIANT=1: a request's bits are its own, and only the contract's operators compute.
+
+Four engines: eager and compiled, bfloat16 and float32, with other token budgets, cache blocks and logprob modes each.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+from typing import Any
+
+import pytest
+import torch
+from cpu_engines import VOCABULARY, Models, run_engine, run_script, unpack_release
+
+LENGTHS = (1, 9, 10, 33, 63, 64, 65, 130)  # around the 64 keys of a block of the contract
+RESPONSE = 8
+ENGINES: dict[str, dict[str, Any]] = {
+    "eager-bfloat16": {"enable_prefix_caching": False},
+    "compiled-bfloat16": {
+        "enforce_eager": False,
+        "logprobs_mode": "processed_logprobs",
+        "max_num_batched_tokens": 32,
+        "block_size": 32,
+    },
+    "eager-float32": {
+        "dtype": "float32",
+        "max_num_batched_tokens": 48,
+        "block_size": 16,
+        "num_gpu_blocks_override": 24,
+        "disable_log_stats": False,
+    },
+    "compiled-float32": {"dtype": "float32", "enforce_eager": False},
+}
+# What moves values, or compares integers, and rounds nothing.
+MOVES = {
+    "alias",
+    "as_strided",
+    "chunk",
+    "clone",
+    "contiguous",
+    "copy_",
+    "detach",
+    "embedding",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "expand",
+    "fill_",
+    "flatten",
+    "index_select",
+    "narrow",
+    "new_empty",
+    "reshape",
+    "resize_",
+    "select",
+    "slice",
+    "split",
+    "split_with_sizes",
+    "squeeze",
+    "t",
+    "to",
+    "transpose",
+    "unsqueeze",
+    "view",
+    "view_as",
+    "zero_",
+    "zeros",
+    "_reshape_alias",
+    "_to_copy",
+    "_unsafe_view",
+    "lift_fresh",
+    "resolve_conj",
+    "resolve_neg",
+}
+CONTRACT = {"linear", "rms_norm", "add_rms_norm", "rotary_embedding", "silu_and_mul", "attention", "log_softmax"}
+
+
+def _requests() -> list[dict[str, Any]]:
+    random = torch.Generator().manual_seed(7)
+    prompts = [torch.randint(0, VOCABULARY, (n,), generator=random).tolist() for n in LENGTHS]
+    return [{"prompt": prompt, "max_tokens": RESPONSE, "seed": 30 + n} for n, prompt in enumerate(prompts)]
+
+
+REQUESTS = _requests()
+NEIGHBOURS = [{**request, "seed": None, "temperature": n % 2} for n, request in enumerate(REQUESTS[:3])]
+STEPS: list[dict[str, Any]] = [
+    {"serve": REQUESTS, "together": True},
+    {"serve": REQUESTS, "together": False},
+    {"score": 0},
+    {"serve": REQUESTS[::-1], "together": True},  # the cache is warm here, where there is one
+    {"serve": NEIGHBOURS + REQUESTS, "together": True},
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("model"), tied=False)
+
+
+class Engines:
+    """Each engine is started once, when a test asks for it."""
+
+    def __init__(self, folders: pytest.TempPathFactory, models: Models) -> None:
+        self.folders, self.models, self.done = folders, models, dict[str, list[Any]]()
+
+    def __call__(self, name: str) -> list[Any]:
+        if name not in self.done:
+            settings = {"max_model_len": 160, "max_num_seqs": 12, "enable_prefix_caching": True, **ENGINES[name]}
+            last = {"operators": REQUESTS[3]} if settings.get("enforce_eager", True) else {"code": True}
+            steps = [*STEPS, last]
+            if "num_gpu_blocks_override" in settings:
+                steps.append({"preemptions": True})
+            elif settings.get("enforce_eager", True):
+                for name_of_weights in ("scaled", "original"):
+                    steps += [self.models.load(name_of_weights, process=name_of_weights == "original"), STEPS[0]]
+            job, model = self.folders.mktemp(name), self.models.folder["original"]
+            self.done[name] = run_engine(job, model, steps, batch_invariant=True, **settings)
+        return self.done[name]
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory, models: Models) -> Engines:
+    return Engines(tmp_path_factory, models)
+
+
+def _said(served: list[dict[str, Any]]) -> list[tuple[list[int], list[float]]]:
+    said = [(one["tokens"], one["logprobs"]) for one in served]
+    values = torch.tensor([logprobs for _, logprobs in said])
+    assert values.shape == (len(LENGTHS), RESPONSE) and bool(values.isfinite().all()) and bool((values < 0).all())
+    assert values.unique().numel() > values.numel() // 2
+    return said
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_request_alone_in_a_batch_and_as_a_prompt(engines: Engines, name: str) -> None:
+    """Bit for bit: alone, among seven others, in a warm cache, beside unseeded ones, and scored as a prompt."""
+    together, alone, scored, warm, beside = engines(name)[: len(STEPS)]
+    want = _said(together)
+    assert _said(alone) == want
+    assert scored == [logprobs for _, logprobs in want]
+    assert _said(warm[::-1]) == want
+    assert _said(beside[len(NEIGHBOURS) :]) == want
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_eager_and_compiled_agree(engines: Engines, dtype: str) -> None:
+    """Nothing is left for the compiler to round otherwise; nor do budget, cache blocks and preemption matter."""
+    assert _said(engines(f"eager-{dtype}")[0]) == _said(engines(f"compiled-{dtype}")[0])
+
+
+def test_the_small_cache_preempts(engines: Engines) -> None:
+    assert engines("eager-float32")[-1] > 0
+
+
+def test_weights_loaded_while_it_runs_are_served(engines: Engines) -> None:
+    """Layers read their weights where they are loaded, so that none has to be kept or packed for it."""
+    start, (to_scaled, scaled, to_original, original) = engines("eager-bfloat16")[0], engines("eager-bfloat16")[-4:]
+    assert (to_scaled, to_original) == ("", "")
+    assert all(one != other for one, other in zip(_said(scaled), _said(start), strict=True))
+    assert _said(original) == _said(start)
+
+
+def _foreign_operators(names: list[str]) -> list[str]:
+    """Those that compute and are not of the contract."""
+    spaces = {"batch_invariant": {*CONTRACT, "reshape_and_cache"}, "aten": MOVES}
+    spaces["vllm"] = {"unified_attention_with_output", "unified_kv_cache_update"}
+    split = [name.split("::") for name in names]
+    return [f"{space}::{name}" for space, name in split if name.partition(".")[0] not in spaces.get(space, set())]
+
+
+def _foreign_code(graph: str) -> list[str]:
+    """What the generated code computes outside of the contract: fused ATen operators, conversions, library calls."""
+    fused = re.findall(r"Original ATen: \[(.*)\]", graph)
+    names = [name.replace(".", "::", 1) for line in fused for name in line.split(", ") if name]
+    calls = re.findall(r"= torch\.ops\.(\w+)\.(\w+)\.\w+\(", graph)
+    kernels = re.findall(r"^cpp_fused\w* = .*?^'''\)", graph, flags=re.DOTALL | re.MULTILINE)
+    kernel_math = re.findall(
+        r"(?:convert|static_cast|Vectorized)<(?:float|double|at::BFloat16)[^(]*\((?!in_ptr)", "".join(kernels)
+    )
+    kernel_math = [use for use in kernel_math if "::loadu" not in use]
+    return (
+        _foreign_operators(names)
+        + _foreign_operators([f"{space}::{name}" for space, name in calls])
+        + re.findall(r"extern_kernels\.\w+", graph)
+        + kernel_math
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in ENGINES if name.startswith("eager")])
+def test_eager_runs_the_operators_of_the_contract_alone(engines: Engines, name: str) -> None:
+    seen = engines(name)[len(STEPS)]
+    assert _foreign_operators(seen) == []
+    assert {name.removeprefix("batch_invariant::") for name in seen} >= CONTRACT
+
+
+@pytest.mark.parametrize("name", [name for name in ENGINES if name.startswith("compiled")])
+def test_the_compiler_is_left_no_arithmetic(engines: Engines, name: str) -> None:
+    (graph,) = [code for code in engines(name)[len(STEPS)] if "unified_attention" in code]
+    assert _foreign_code(graph) == []
+    called = set(re.findall(r"torch\.ops\.batch_invariant\.(\w+)", graph))
+    assert called == CONTRACT - {"attention", "log_softmax"}  # these run inside of vLLM's operator, and after the graph
+
+
+@pytest.fixture(scope="module")
+def default(tmp_path_factory: pytest.TempPathFactory, models: Models) -> list[Any]:
+    return _default(tmp_path_factory.mktemp("default"), models, None)
+
+
+def _default(job: pathlib.Path, models: Models, release: pathlib.Path | None) -> list[Any]:
+    settings: dict[str, Any] = {"enforce_eager": False, "logprobs_mode": "processed_logprobs", "max_model_len": 160}
+    steps = [*STEPS[:1], STEPS[2], {"code": True}]
+    return run_engine(job, models.folder["original"], steps, release, **settings)
+
+
+def test_without_the_switch_nothing_changes(
+    tmp_path_factory: pytest.TempPathFactory, models: Models, default: list[Any]
+) -> None:
+    """Compiled, processed logprobs: tokens and logprobs are the release's, bit for bit (eager ones: test_vllm_cpu)."""
+    release = unpack_release(tmp_path_factory.mktemp("release"))
+    unpatched = _default(tmp_path_factory.mktemp("unpatched"), models, release)
+    assert _said(default[0]) == _said(unpatched[0])
+    assert default[1] == unpatched[1]
+
+
+def test_the_search_for_foreign_arithmetic_finds_it(default: list[Any]) -> None:
+    """The stock graph computes norm, rotation and activation in fused kernels."""
+    (graph,) = [code for code in default[2] if "unified_attention" in code]
+    found = _foreign_code(graph)
+    assert {"aten::rsqrt", "aten::mul", "aten::silu"} <= set(found)
+    assert any(use.startswith(("convert<", "static_cast<", "Vectorized<")) for use in found)
+
+
+SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
+    "float16": ({"dtype": "float16"}, "torch.float16"),
+    "tensor parallel": ({"tensor_parallel_size": 2}, "tensor parallelism"),
+    "fp8 cache": ({"kv_cache_dtype": "fp8"}, "KV cache in fp8"),
+    "architecture": ({"hf_overrides": {"architectures": ["Qwen2ForCausalLM"]}}, "Qwen2ForCausalLM is not"),
+    "LoRA": ({"enable_lora": True}, "LoRA"),
+    "head dtype": ({"hf_overrides": {"head_dtype": "float32"}}, "output layer in torch.float32"),
+}
+PASS = {"RMSNorm", "SiluAndMul", "rope", "rope, scaled", "attention"}
+
+
+def test_what_has_no_operator_is_refused_by_name(tmp_path: pathlib.Path, models: Models) -> None:
+    task = {"model": str(models.folder["original"]), "settings": {name: args for name, (args, _) in SETTINGS.items()}}
+    (tmp_path / "job.json").write_text(json.dumps(task))
+    run_script("refusals.py", tmp_path, VLLM_BATCH_INVARIANT="1")
+    said = json.loads((tmp_path / "results.json").read_text())
+    assert {name for name, error in said.items() if not error} == PASS
+    for name, error in said.items():
+        if name not in PASS:
+            assert "VLLM_BATCH_INVARIANT=1 on a CPU: " in error and "Remedy: " in error, f"{name}: {error}"
+    for name, (_, what) in SETTINGS.items():
+        assert what in said[name], f"{name}: {said[name]}"
