@@ -136,6 +136,7 @@ def test_all_that_is_set_and_can_change_the_arithmetic_is_recorded() -> None:
     harmless = {
         "HF_HUB_OFFLINE",
         "NO_VCS_VERSION",
+        "RAY_raylet_start_wait_time_s",
         "RAY_USAGE_STATS_ENABLED",
         "VLLM_NO_USAGE_STATS",
         "DO_NOT_TRACK",

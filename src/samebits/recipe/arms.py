@@ -27,6 +27,8 @@ CPU_DEFAULTS = {
     "VERL_WEIGHT_SYNC_TIMEOUT_S": "45",
     # Megatron Core adds to its version the commit of whatever repository it finds itself in, here the one around .venv.
     "NO_VCS_VERSION": "1",
+    # How long Ray's own processes may take to start; on a machine that is busy its half minute is too short.
+    "RAY_raylet_start_wait_time_s": "180",
     "RAY_USAGE_STATS_ENABLED": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
