@@ -588,7 +588,9 @@ def _errors() -> Iterator[tuple[str, str, Callable[[], object]]]:
     yield "attention", "request 0 has 3 queries of 2 keys", attention(seq_lens=arguments["seq_lens"] - 18)
     yield "attention", "request 0", attention(seq_lens=arguments["seq_lens"] + 99)
     yield "attention", "query_start_loc", attention(query_start_loc=arguments["query_start_loc"][:1])
-    yield "attention", "request 0", attention(query_start_loc=arguments["query_start_loc"] + 1)
+    yield "attention", "query_start_loc", attention(query_start_loc=arguments["query_start_loc"] + 1)
+    yield "attention", "query_start_loc", attention(query_start_loc=arguments["query_start_loc"][None])
+    yield "attention", "seq_lens", attention(seq_lens=arguments["seq_lens"][None])
 
     tokens, slots = torch.ones(3, 2, 64), torch.arange(3)
     caches = arguments["key_cache"], arguments["value_cache"]
