@@ -6,7 +6,8 @@ adds its typer app by one `app.add_typer(...)` line. Exit codes: 0 done, 1 an er
 
 import shlex
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
@@ -50,10 +51,12 @@ sources = _typer("Pinned upstream releases: fetch them, verify them.")
 build = _typer("Build what is installed.")
 patch = _typer("The patch series: check, export, apply.")
 run = _typer("Run the recipe through verl's own trainer.")
+check = _typer("Check a running engine.")
 app.add_typer(sources, name="sources")
 app.add_typer(build, name="build")
 app.add_typer(patch, name="patch")
 app.add_typer(run, name="run")
+app.add_typer(check, name="check")
 
 PATCHES, RECORDS, SERIES = ROOT / "patches", ROOT / "manifests" / "patched", ROOT / "build" / "series"
 
@@ -70,6 +73,20 @@ class Claim(StrEnum):
 
     observe = "observe"
     zero = "zero"
+
+
+class Device(StrEnum):
+    """Where the engines of a check run."""
+
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Dtype(StrEnum):
+    """Of activations and weights."""
+
+    bfloat16 = "bfloat16"
+    float32 = "float32"
 
 
 class _Named(Protocol):
@@ -330,6 +347,78 @@ def run_rl(
     _verdict(receipt, summary(receipt))
 
 
+@check.command("bits")
+def check_bits(
+    folder: Annotated[Path, typer.Option("--out", help="a new folder for recordings, logs and invariance.json")],
+    arm: Annotated[list[int] | None, typer.Option(help="0 or 1; repeat for both; default: both")] = None,
+    dtype: Annotated[list[Dtype] | None, typer.Option(help="repeat for both; default: both")] = None,
+    device: Annotated[Device, typer.Option(help="where the engines run")] = Device.cpu,
+    layers: Annotated[int, typer.Option(min=1, help="of the seeded Qwen3")] = 6,
+    hidden: Annotated[int, typer.Option(min=128, help="a multiple of 128")] = 1024,
+    quick: Annotated[bool, typer.Option("--quick", help="fewer and shorter cells, eager only: two minutes")] = False,
+    localise: Annotated[
+        bool, typer.Option("--localise", help="if an arm 1 cell differs, name the layer and operator that split")
+    ] = False,
+) -> None:
+    """Ask a running engine the same in many ways (batch, prefill, cache, threads, order) and compare the bits.
+
+    The table says mismatched of compared logprobs, a row a cell. OUT/invariance.json is the matrix with its verdict;
+    `samebits judge` judges it again. Exit code 1 if BI=1 has a mismatch, or a cell compared nothing.
+
+    Examples: `samebits check bits --out build/bits`, `samebits check bits --arm 0 --quick --out build/quick`
+    """
+    from samebits.judge import matrix_summary
+    from samebits.probe import invariance
+
+    asked = invariance.Asked(
+        arms=tuple(dict.fromkeys(arm or (0, 1))),
+        dtypes=tuple(dict.fromkeys(map(str, dtype or Dtype))),
+        device=device,
+        layers=layers,
+        hidden=hidden,
+        quick=quick,
+    )
+    with _bar(invariance.steps(asked)) as (say, step):
+        document = invariance.check(asked, folder, say, step)
+        if localise:
+            invariance.localise_cells(asked, document, folder, say)
+    _print_matrix(document)
+    _verdict(document, matrix_summary(document))
+
+
+def _print_matrix(document: dict[str, Any]) -> None:
+    """The matrix as a table: cells down, arms and dtypes across."""
+    from rich.table import Table
+
+    from samebits.judge import matrix_rows
+
+    head, rows = matrix_rows(document)
+    table = Table(title="logprobs that differ", title_justify="left")
+    for i, name in enumerate(head):
+        table.add_column(name, justify="right" if i else "left", no_wrap=True)
+    for row in rows:
+        # The zero of a row is what one looks for: a mismatch is coloured, in either arm.
+        cells = [text if not i or text.startswith("0 of ") else f"[yellow]{text}[/]" for i, text in enumerate(row)]
+        table.add_row(*cells)
+    out.print(table)
+
+
+@contextmanager
+def _bar(total: int) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
+    """A progress bar of `total` steps: what to call with each phase, and with each step that is done."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
+        task = progress.add_task("starting", total=total)
+
+        def say(phase: str) -> None:
+            progress.update(task, description=phase)
+            err.print(phase, markup=False)
+
+        yield say, lambda: progress.advance(task)
+
+
 def _pairs(texts: list[str] | None, option: str) -> dict[str, str]:
     """KEY=VALUE texts as a table, in their order."""
     pairs = {}
@@ -352,14 +441,19 @@ def judge_command(
 ) -> None:
     """Judge a run from its capsules, or a receipt again from its own counts. The claim is the arm's if none is given.
 
-    Exit code 0 for the verdict pass, 1 for any other.
+    An invariance.json of `samebits check bits` is judged again too. Exit code 0 for the verdict pass, 1 for any other.
 
     Examples: `samebits judge build/loop/bi0`, `samebits judge manifests/evidence/cpu/bi0/receipt.json`
     """
     from samebits.evidence import provenance, receipt
-    from samebits.judge import judge_run, read_bounds, rejudge, summary
+    from samebits.judge import judge_run, matrix_summary, read_bounds, rejudge, rejudge_matrix, summary
     from samebits.recipe import arms, launch
 
+    if folder.is_file() and (matrix := receipt.read(folder))["schema"] == receipt.INVARIANCE:
+        rejudge_matrix(matrix)
+        _print_matrix(matrix)
+        _verdict(matrix, matrix_summary(matrix))
+        return
     bounds = read_bounds(launch.BOUNDS)
     if folder.is_dir():
         if (folder / "receipt.json").is_file() and not (folder / "capsules").is_dir():
