@@ -357,7 +357,7 @@ def check_bits(
     hidden: Annotated[int, typer.Option(min=128, help="a multiple of 128")] = 1024,
     quick: Annotated[bool, typer.Option("--quick", help="fewer and shorter cells, eager only: two minutes")] = False,
     localise: Annotated[
-        bool, typer.Option("--localise", help="if an arm 1 cell differs, name the layer and operator that split")
+        bool, typer.Option("--localise", help="name the first layer and operator of each arm and dtype that differs")
     ] = False,
 ) -> None:
     """Ask a running engine the same in many ways (batch, prefill, cache, threads, order) and compare the bits.
@@ -368,7 +368,7 @@ def check_bits(
     Examples: `samebits check bits --out build/bits`, `samebits check bits --arm 0 --quick --out build/quick`
     """
     from samebits.judge import matrix_summary
-    from samebits.probe import invariance
+    from samebits.probe import invariance, traces
 
     asked = invariance.Asked(
         arms=tuple(dict.fromkeys(arm or (0, 1))),
@@ -380,10 +380,83 @@ def check_bits(
     )
     with _bar(invariance.steps(asked)) as (say, step):
         document = invariance.check(asked, folder, say, step)
-        if localise:
-            invariance.localise_cells(asked, document, folder, say)
     _print_matrix(document)
+    if localise:
+        for cell in invariance.to_localise(document):
+            named, where = traces.of_cell(asked, cell, folder, lambda text: err.print(text, markup=False))
+            said = named.text() if named else "both runs agree when they are traced"
+            out.print(f"arm{cell['arm']}-{cell['dtype']}: {cell['cell']}: {said}; {where}", markup=False)
     _verdict(document, matrix_summary(document))
+
+
+@check.command("localise")
+def check_localise(
+    folder: Annotated[Path, typer.Option("--out", help="a new folder for traces and the replay")],
+    weights: Annotated[
+        list[Path] | None, typer.Option(help="a model folder; twice for two sides; default: a seeded Qwen3")
+    ] = None,
+    arm: Annotated[list[int] | None, typer.Option(help="0 or 1; twice for two sides")] = None,
+    plant: Annotated[
+        list[int] | None, typer.Option(metavar="SEED", help="try it on a fault drawn from this seed; repeat for more")
+    ] = None,
+    dtype: Annotated[Dtype, typer.Option(help="of activations and weights")] = Dtype.bfloat16,
+    device: Annotated[Device, typer.Option(help="where the engines run")] = Device.cpu,
+    layers: Annotated[int, typer.Option(min=1, help="of the seeded Qwen3")] = 6,
+    hidden: Annotated[int, typer.Option(min=128, help="of the seeded Qwen3, a multiple of 128")] = 1024,
+) -> None:
+    """Compare two runs operator by operator on the same tokens, and name the first layer and operator that differ.
+
+    Two sides are two weight folders or two arms. The operator's inputs are kept: `samebits check replay` runs it again.
+    With --plant one engine runs three times a seed: unchanged, and with one flipped weight bit, operator output or
+    epsilon at a random layer, which must be named. Exit code 1 if the sides differ, or a planted fault is not named.
+
+    Examples: `samebits check localise --plant 1 --plant 2 --out build/planted`,
+    `samebits check localise --weights MODEL --arm 0 --arm 1 --out build/arms`
+    """
+    from samebits.probe import traces
+
+    sides = weights or [traces.model_folder(folder, layers, hidden)]
+    if plant:
+        found = traces.planted(plant, sides[0], folder, (arm or [0])[0], dtype, device)
+        for one in found:
+            state = "[green]named[/]" if one.right else "[red]missed[/]"
+            truth = f"seed {one.truth['seed']}: {one.truth['what']}, {one.truth['module']}"
+            said = one.named.text() if one.named else "nothing"
+            false = f"; the unchanged run: {one.unchanged.text()}" if one.unchanged else ""
+            out.print(f"{state}  {truth}; named: {said}{false}")
+        right = sum(one.right for one in found)
+        out.print(f"{right} of {len(found)} named, {sum(one.unchanged is not None for one in found)} accused unchanged")
+        if right < len(found):
+            raise typer.Exit(1)
+        return
+    left, right_side = traces.two_sides(sides, arm or [0], dtype, device)
+    named = traces.between(left, right_side, folder, lambda text: err.print(text, markup=False))
+    out.print(named.text() if named else "no operator differs, and no weight", markup=False)
+    if named:
+        if (folder / "replay").is_dir():
+            out.print(f"replay: samebits check replay {folder / 'replay' / 'left'} {folder / 'replay' / 'right'}")
+        raise typer.Exit(1)
+
+
+@check.command("replay")
+def check_replay(
+    folders: Annotated[list[Path], typer.Argument(metavar="REPLAY...", help="OUT/replay/left or right of localise")],
+    arm: Annotated[int, typer.Option(help="0 or 1")] = 0,
+    device: Annotated[Device, typer.Option(help="where the operator runs")] = Device.cpu,
+) -> None:
+    """Run a kept operator again on its recorded inputs, and count the output elements that are not the recorded ones.
+
+    Exit code 1 if any is not: the fault is then not in the operator's inputs.
+
+    Example: `samebits check replay build/arms/replay/left build/arms/replay/right`
+    """
+    from samebits.probe import traces
+
+    rows = traces.replay(folders, arm, device)
+    for row in rows:
+        out.print(f"{row['folder']}: {row['operator']}: {row['differ']} of {row['elements']} elements differ")
+    if any(row["differ"] for row in rows):
+        raise typer.Exit(1)
 
 
 def _print_matrix(document: dict[str, Any]) -> None:

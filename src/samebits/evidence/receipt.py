@@ -1,7 +1,7 @@
 """Receipts: a verdict, the claim it is about, and the counts behind it, in one JSON file.
 
-There are two kinds: of a run, and of the invariance matrix of an engine. A receipt carries a checksum over itself, so that an edited number is noticed; whether the numbers support the
-verdict is the judge's question, not asked here.
+There are two kinds: of a run, and of the invariance matrix of an engine. A receipt carries a checksum over itself, so
+that an edited number is noticed; whether the numbers support the verdict is the judge's question, not asked here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ReceiptError(SamebitsError):
     """A receipt that cannot be believed: the file, what is wrong with it, what to do."""
 
 
-def build(kind: str = SCHEMA, **fields: Any) -> dict[str, Any]:
+def build(kind: str = SCHEMA, /, **fields: Any) -> dict[str, Any]:
     """A receipt of these fields (see the schema of its kind) with its schema name and checksum."""
     receipt = {"schema": kind, **fields}
     receipt["checksum"] = _checksum(receipt)

@@ -83,7 +83,7 @@ def rejudge_matrix(document: dict[str, Any]) -> str:
 
 
 def matrix_rows(document: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """The table of a matrix: its column heads (cell, then arms and dtypes), and its rows of "mismatched of compared"."""
+    """The table of a matrix: its column heads (cell, arms and dtypes), and its rows of "mismatched of compared"."""
     columns = list(dict.fromkeys((c["arm"], c["dtype"]) for c in document["cells"]))
     table: dict[str, dict[tuple[int, str], str]] = {}
     for c in document["cells"]:
@@ -133,6 +133,10 @@ def _read(folder: Path, arm: int, dtype: str, digests: dict[str, str], reasons: 
             wrong = [f"ran arm {said['facts']['arm']} in {said['facts']['dtype']}"]
         for say, one in [] if wrong else said["says"].items():
             for name, request in one["requests"].items():
+                # Not in the schema: a validator takes a second for what this does in a millisecond.
+                if not all(type(n) is int and 0 <= n < 1 << 32 for n in (*request["tokens"], *request["bits"])):
+                    wrong.append(f"{say}/{name}: tokens or bits are not integers of 32 bits")
+                    continue
                 if not 0 < request["start"] <= request["prompt"] <= len(request["tokens"]):
                     wrong.append(f"{say}/{name}: begins at {request['start']} of {len(request['tokens'])} tokens")
                 if len(request["bits"]) != len(request["tokens"]) - request["start"]:

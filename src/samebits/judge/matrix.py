@@ -1,7 +1,7 @@
 """The C3 matrix: which recordings of an engine must hold the same bits, and what shows that each cell was really run.
 
-This is the only list of cells. `samebits.probe.invariance` makes the engines and requests that the cells name, the judge
-compares them, and a recording that lacks a cell is no pass.
+This is the only list of cells. `samebits.probe.invariance` makes the engines and requests that the cells name, the
+judge compares them, and a recording that lacks a cell is no pass.
 """
 
 from __future__ import annotations

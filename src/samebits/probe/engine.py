@@ -1,8 +1,8 @@
 """Engines in child processes that write down what they said: `python -m samebits.probe.engine JOB...`.
 
-vLLM is imported once; each job then runs in a process of its own, forked before any engine exists. A job is a JSON file
-with the engine's arguments and its says (sets of requests); beside it appears what was said: every token and the bits of
-its logprob, and counts from the scheduler that show how the requests were served.
+vLLM is imported once; each job then runs in a process of its own, forked before any engine exists. A job is a JSON
+file with the engine's arguments and its says (sets of requests); beside it appears what was said: every token and the
+bits of its logprob, and counts from the scheduler that show how the requests were served.
 """
 
 from __future__ import annotations

@@ -191,6 +191,15 @@ def check(asked: Asked, out: pathlib.Path, say: Say = print, step: Callable[[], 
     return document
 
 
+def to_localise(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of each arm and dtype the first eager cell that differs."""
+    found: dict[tuple[int, str], dict[str, Any]] = {}
+    for cell in document["cells"]:
+        if cell["mismatched"] and cell["first"] and "compiled" not in cell["cell"]:
+            found.setdefault((cell["arm"], cell["dtype"]), cell)
+    return list(found.values())
+
+
 def command(asked: Asked) -> list[str]:
     """What a person types to get the same."""
     words = ["samebits", "check", "bits", "--out", "OUT", "--device", str(asked.device)]
