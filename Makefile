@@ -8,8 +8,8 @@ help: ## show this list
 env: ## make .venv: hash-locked packages, our patched wheels, samebits
 	@scripts/make_env.sh
 
-loop: env ## verl's trainer on this machine's CPU; build/loop/bi0/receipt.json and build/loop/report.html
-	.venv/bin/samebits run rl --arm 0 --out build/loop/bi0 --replace --report build/loop/report.html
+loop: env ## verl's trainer on this machine's CPU, both arms; build/loop/bi{0,1}/receipt.json and build/loop/report.html
+	.venv/bin/samebits run loop --out build/loop --replace
 
 test: env ## all tests but the full evidence rows
 	.venv/bin/python -m pytest -m "not evidence"

@@ -51,12 +51,14 @@ sources = _typer("Pinned upstream releases: fetch them, verify them.")
 build = _typer("Build what is installed.")
 patch = _typer("The patch series: check, export, apply.")
 run = _typer("Run the recipe through verl's own trainer.")
-check = _typer("Check a running engine.")
+check = _typer("Check what is claimed.")
+bench = _typer("Measure both arms, side by side.")
 app.add_typer(sources, name="sources")
 app.add_typer(build, name="build")
 app.add_typer(patch, name="patch")
 app.add_typer(run, name="run")
 app.add_typer(check, name="check")
+app.add_typer(bench, name="bench")
 
 PATCHES, RECORDS, SERIES = ROOT / "patches", ROOT / "manifests" / "patched", ROOT / "build" / "series"
 
@@ -299,29 +301,66 @@ def patch_hashes(
             out.print(f"{'':7}{header}  its header", markup=False)
 
 
+Steps = Annotated[
+    int, typer.Option(min=1, help="optimizer steps; 3 compare θ0, θ1 and θ2, and with fewer no verdict is a pass")
+]
+Replace = Annotated[bool, typer.Option("--replace", help="remove a run that is over from its folder first")]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="a Hydra override; repeat for more")
+]
+Warm = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--warm-start", metavar="KEY=VALUE", help="seed, layers, hidden or steps of the warm start; repeat for more"
+    ),
+]
+
+
+@run.command("loop")
+def run_loop(
+    folder: Annotated[Path, typer.Option("--out", help="where OUT/bi0, OUT/bi1 and OUT/report.html go")],
+    steps: Steps = 3,
+    replace: Replace = False,
+    settings: Settings = None,
+    warm_start: Warm = None,
+) -> None:
+    """Run the RL recipe as arm 0, then as arm 1, on this machine's CPU; one page shows both.
+
+    Exit code 0 if arm 0 was observed and arm 1 is zero, 1 otherwise; the page is drawn in either case.
+
+    Examples: `samebits run loop --out build/loop --replace`, `samebits run loop --out build/one --warm-start seed=1`
+    """
+    from samebits.judge import summary
+    from samebits.recipe import launch
+    from samebits.recipe.warm_start import WarmStart
+
+    overrides = _pairs(settings, "--set")
+    model = WarmStart.described(_pairs(warm_start, "--warm-start"))
+    with _saying() as say:
+        receipts = launch.run_loop(steps, folder, overrides, model, say, replace)
+    for receipt in receipts:
+        out.print(f"BI={receipt['arm']}  {summary(receipt)}", markup=False)
+    out.print(f"report: {folder / 'report.html'}", markup=False)
+    if any(receipt["verdict"] != "pass" for receipt in receipts):
+        raise typer.Exit(1)
+
+
 @run.command("rl")
 def run_rl(
     arm: Annotated[int, typer.Option(help="0: vLLM and Megatron as they are; 1: batch invariant")],
     folder: Annotated[Path, typer.Option("--out", help="a new folder for capsules, logs and the receipt")],
-    steps: Annotated[
-        int, typer.Option(min=1, help="optimizer steps; 3 compare θ0, θ1 and θ2, and with fewer no verdict is a pass")
-    ] = 3,
+    steps: Steps = 3,
     page: Annotated[Path | None, typer.Option("--report", help="where the page goes; default OUT/report.html")] = None,
-    replace: Annotated[bool, typer.Option("--replace", help="remove a run that is over from --out first")] = False,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="a Hydra override; repeat for more")
-    ] = None,
-    warm_start: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="seed, layers, hidden or steps of the warm start; repeat for more"),
-    ] = None,
+    replace: Replace = False,
+    settings: Settings = None,
+    warm_start: Warm = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print what would run, and start nothing")] = False,
 ) -> None:
     """Run the RL recipe on this machine's CPU and judge it: the receipt is OUT/receipt.json, the page OUT/report.html.
 
     Exit code 0 for the verdict pass, 1 for any other; the page is drawn in either case.
 
-    Examples: `samebits run rl --arm 0 --out build/loop/bi0`,
+    Examples: `samebits run rl --arm 1 --out build/loop/bi1`,
     `samebits run rl --arm 0 --out build/small --set data.train_batch_size=8 --warm-start steps=60`
     """
     from samebits.judge import summary
@@ -336,15 +375,22 @@ def run_rl(
         out.print(f"command: {shlex.join(planned.command)}", markup=False)
         return
     page = page or folder / "report.html"
+    with _saying() as say:
+        receipt = launch.run_rl(arm, steps, folder, overrides, model, say, replace, page)
+    out.print(f"report: {page}", markup=False)
+    _verdict(receipt, summary(receipt))
+
+
+@contextmanager
+def _saying() -> Iterator[Callable[[str], None]]:
+    """Says each phase of a run as it comes, and shows the present one where somebody looks."""
     with err.status("starting") as status:
 
         def say(phase: str) -> None:
             status.update(phase)
             err.print(phase, markup=False)
 
-        receipt = launch.run_rl(arm, steps, folder, overrides, model, say, replace, page)
-    out.print(f"report: {page}", markup=False)
-    _verdict(receipt, summary(receipt))
+        yield say
 
 
 @check.command("bits")
@@ -518,11 +564,12 @@ def judge_command(
 
     Examples: `samebits judge build/loop/bi0`, `samebits judge manifests/evidence/cpu/bi0/receipt.json`
     """
-    from samebits.evidence import provenance, receipt
+    from samebits.evidence import invariance, provenance, receipt
     from samebits.judge import judge_run, matrix_summary, read_bounds, rejudge, rejudge_matrix, summary
     from samebits.recipe import arms, launch
 
-    if folder.is_file() and (matrix := receipt.read(folder))["schema"] == receipt.INVARIANCE:
+    if folder.name == "invariance.json":
+        matrix = invariance.KIND.read(folder)
         rejudge_matrix(matrix)
         _print_matrix(matrix)
         _verdict(matrix, matrix_summary(matrix))
@@ -543,19 +590,84 @@ def judge_command(
 def report_command(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="one run, or one of each arm")],
     page: Annotated[Path, typer.Option("--out", help="the page to write")] = Path("build/report.html"),
-    picture: Annotated[Path | None, typer.Option("--svg", help="also the first run's mismatch chart, alone")] = None,
+    picture: Annotated[Path | None, typer.Option("--svg", help="also the mismatch charts alone, as a picture")] = None,
+    readme: Annotated[
+        Path | None, typer.Option("--table", help="also write the mismatch table into this Markdown file")
+    ] = None,
 ) -> None:
     """Draw one self-contained HTML page of one or two runs.
 
-    Example: `samebits report build/loop/bi0 --out build/loop/report.html --svg docs/report.svg`
+    `--table` replaces what stands between the file's two markers, `<!-- mismatches -->` and `<!-- /mismatches -->`.
+
+    Examples: `samebits report build/loop/bi0 build/loop/bi1 --out build/loop/report.html`,
+    `samebits report manifests/evidence/cpu/bi0 manifests/evidence/cpu/bi1 --svg docs/report.svg --table README.md`
     """
-    from samebits.report import render, render_svg_summary
+    from samebits.report import insert_table, render, render_svg_summary, render_table
 
     render(runs, page)
     out.print(str(page), markup=False)
     if picture is not None:
-        picture.write_text(render_svg_summary(runs[0]), encoding="utf-8")
+        picture.write_text(render_svg_summary(runs), encoding="utf-8")
         out.print(str(picture), markup=False)
+    if readme is not None:
+        insert_table(readme, render_table(runs))
+        out.print(str(readme), markup=False)
+
+
+@check.command("contract")
+def check_contract(
+    write: Annotated[
+        bool, typer.Option("--write", help="make the document's tables anew instead of comparing")
+    ] = False,
+) -> None:
+    """Compare docs/numerical-contract.md with the table of operators in the code, and that table with the tests.
+
+    Examples: `samebits check contract`, `samebits check contract --write`
+    """
+    from samebits.judge import contract
+
+    document = ROOT / "docs" / "numerical-contract.md"
+    if write:
+        contract.write(document)
+    contract.check(document, ROOT)
+    tests = {test for row in contract.ROWS for test in row.tests}
+    out.print(f"{document.relative_to(ROOT)}: {len(contract.ROWS)} operators, {len(tests)} tests, as in the code")
+
+
+@bench.command("cpu")
+def bench_cpu(
+    record: Annotated[Path | None, typer.Option("--out", help="write the measurement to this JSON file")] = None,
+    layers: Annotated[int, typer.Option(min=1, help="of the random Qwen3")] = 6,
+    hidden: Annotated[int, typer.Option(help="its hidden size, a multiple of 128")] = 1024,
+    rounds: Annotated[int, typer.Option(min=1, help="turns of each arm at each workload")] = 3,
+    compiled: Annotated[
+        bool, typer.Option("--compiled", help="vLLM compiles its graph; the recipe's engine does not")
+    ] = False,
+) -> None:
+    """Time both arms in one run, taking turns: vLLM's decode and prefill, a forward and backward of Megatron Core.
+
+    Exit code 0 if every median ratio is what it must be, 1 otherwise.
+
+    Example: `samebits bench cpu --out manifests/evidence/cpu/bench.json`
+    """
+    from samebits import bench as room
+    from samebits.evidence.measurement import BENCH
+
+    with err.status("starting") as status:
+
+        def say(phase: str) -> None:
+            status.update(phase)
+            if not err.is_terminal:
+                err.print(phase, markup=False)
+
+        document = room.measure(layers, hidden, rounds, compiled, say, ROOT / "build" / "bench")
+    out.print(room.table(document))
+    if record is not None:
+        BENCH.write(record, document)
+        out.print(f"{record}", markup=False)
+    if slow := room.missed(document):
+        err.print(f"error: not what it must be: {'; '.join(slow)}", style="red", markup=False)
+        raise typer.Exit(1)
 
 
 def _verdict(receipt: dict[str, Any], text: str) -> None:

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from samebits.evidence import receipt
+from samebits.evidence.invariance import KIND
 from samebits.judge import rejudge_matrix
 from samebits.judge.matrix import cells
 from samebits.probe import traces
@@ -39,7 +39,7 @@ def test_both_arms_in_one_table_and_batch_invariance_has_no_mismatch(
 ) -> None:
     out, done = matrix
     assert done.returncode == 0, done.stdout + done.stderr
-    document = receipt.read(out / "invariance.json")
+    document = KIND.read(out / "invariance.json")
     assert rejudge_matrix(document) == "pass"
     assert {(c["arm"], c["cell"]) for c in document["cells"]} == {(a, c.name) for a in ARMS for c in cells(True)}
     assert all(c["compared"] > 0 and c["nonfinite"] == 0 for c in document["cells"])

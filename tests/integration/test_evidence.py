@@ -19,39 +19,40 @@ SAMEBITS = pathlib.Path(sys.executable).with_name("samebits")
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, float, str]:
-    """A whole run through the command line, whatever the cache holds: its folder, its seconds, what it printed."""
-    folder = tmp_path_factory.mktemp("evidence") / "bi0"
-    command = [str(SAMEBITS), "run", "rl", "--arm", "0", "--steps", "3", "--out", str(folder)]
+def loop(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, float, str]:
+    """A whole loop through the command line, whatever the cache holds: its folder, its seconds, what it printed."""
+    folder = tmp_path_factory.mktemp("evidence") / "loop"
     began = time.monotonic()
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([SAMEBITS, "run", "loop", "--out", folder], cwd=ROOT, capture_output=True, text=True)
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder, time.monotonic() - began, done.stdout
 
 
-def test_the_run_passes_within_its_time(run: tuple[pathlib.Path, float, str]) -> None:
-    folder, seconds, said = run
-    assert "observe: PASS" in said
-    document = json.loads((folder / "receipt.json").read_text())
-    assert document["verdict"] == "pass"
-    assert all(c["valid_tokens"] >= 2000 for c in document["compares"])
-    events = {e["event"]: e["data"] for e in map(json.loads, (folder / "events.jsonl").read_text().splitlines())}
-    after_the_warm_start = events["judged"]["seconds"] - events["warm start ready"]["seconds"]
-    print(f"{seconds:.0f} s, {after_the_warm_start:.0f} s without the warm start")
-    assert seconds <= 600 and after_the_warm_start <= 360
+def test_the_loop_passes_within_its_time(loop: tuple[pathlib.Path, float, str]) -> None:
+    folder, seconds, said = loop
+    assert "BI=0  observe: PASS" in said and "BI=1  zero: PASS" in said
+    taught = 0.0
+    for arm in (0, 1):
+        run = folder / f"bi{arm}"
+        document = json.loads((run / "receipt.json").read_text())
+        assert document["verdict"] == "pass" and all(c["valid_tokens"] >= 2000 for c in document["compares"])
+        events = {e["event"]: e["data"] for e in map(json.loads, (run / "events.jsonl").read_text().splitlines())}
+        taught += events["warm start ready"]["seconds"]
+    print(f"{seconds:.0f} s, {seconds - taught:.0f} s without the warm start")
+    assert seconds <= 18 * 60 and seconds - taught <= 12 * 60
 
 
-def test_judging_it_again_says_the_same(run: tuple[pathlib.Path, float, str]) -> None:
-    again = subprocess.run([SAMEBITS, "judge", run[0]], capture_output=True, text=True)
-    assert again.returncode == 0 and re.findall(r"\d[\d,]* of \d[\d,]*", again.stdout) == re.findall(
-        r"\d[\d,]* of \d[\d,]*", run[2]
-    )
+@pytest.mark.parametrize("arm", [0, 1])
+def test_judging_it_again_says_the_same(loop: tuple[pathlib.Path, float, str], arm: int) -> None:
+    again = subprocess.run([SAMEBITS, "judge", loop[0] / f"bi{arm}"], capture_output=True, text=True)
+    counts = r"\d[\d,]* of \d[\d,]*"
+    assert again.returncode == 0 and re.findall(counts, again.stdout) == re.findall(counts, loop[2])[6 * arm :][:6]
 
 
-def test_the_committed_bound_is_what_the_probe_measures(run: tuple[pathlib.Path, float, str]) -> None:
-    """θ0 of the run is the warm start; on another processor rounding may fall elsewhere, but not by half."""
-    found = rounding.measure(run[0] / "weights" / "theta0")
+def test_the_committed_bound_is_what_the_probe_measures(loop: tuple[pathlib.Path, float, str]) -> None:
+    """θ0 of the loop is the warm start; on another processor rounding may fall elsewhere, but not by half."""
+    found = rounding.measure(loop[0] / "bi0" / "weights" / "theta0")
     committed = json.loads(launch.BOUNDS.read_text())[WarmStart().name]
     print(found)
     assert found.tokens == committed["tokens"]

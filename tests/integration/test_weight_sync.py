@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from multiprocessing.shared_memory import SharedMemory
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +20,7 @@ import pytest
 import ray
 import torch
 import zmq
-from loops import REDUCED, REDUCED_MODEL
+from loops import REDUCED
 
 BUCKET_MB = 1
 SEGMENTS = pathlib.Path("/dev/shm")
@@ -77,9 +76,8 @@ def test_an_engine_killed_during_a_sync_ends_the_command_within_a_minute(tmp_pat
     """Ray, verl, vLLM, Megatron Core: the exit code is not 0, and the first error is the engine's, not a time limit."""
     run, said = tmp_path / "run", tmp_path / "said"
     settings = [f"--set={key}={value}" for key, value in REDUCED.items()]
-    settings += [f"--warm-start={key}={value}" for key, value in asdict(REDUCED_MODEL).items()]
     samebits = pathlib.Path(sys.executable).with_name("samebits")
-    command = [str(samebits), "run", "rl", "--arm", "0", "--steps", "2", "--out", str(run), *settings]
+    command = [str(samebits), "run", "rl", "--arm", "1", "--steps", "2", "--out", str(run), *settings]
     with said.open("wb") as file:
         cli = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
         try:

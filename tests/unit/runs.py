@@ -19,6 +19,7 @@ from samebits.evidence import eventlog, provenance
 from samebits.evidence.capsule import read_capsule, write_capsule
 
 BOUNDS = {"qwen3-4x1024": {"max_abs": 0.25, "calibrated": "a unit test"}}
+CONTRACT = {0: None, 1: "a contract"}
 GROUPS, SAMPLES, PROMPT, RESPONSE = 4, 4, 9, 160
 Change = Callable[[dict[str, Any], dict[str, Any]], None]
 
@@ -43,6 +44,8 @@ def execution(arm: int = 0) -> dict[str, Any]:
         "device": "cpu",
         "device_name": "A processor",
         "instruction_set": ["avx2", "avx512_bf16", "avx512f"],
+        "contract": CONTRACT[arm],
+        "kernels": {"torch_cpu_capability": "AVX512", "torch_onednn": "v3.10.2"},
         "threads": 2,
         "runner": "v1",
         "switches": {"VLLM_BATCH_INVARIANT": str(arm)},
@@ -115,7 +118,11 @@ def sync(kind: str, k: int, arm: int) -> tuple[dict[str, Any], dict[str, Any]]:
         "weights": f"theta{k}",
         "execution": execution(arm),
     }
-    meta |= {"exported": weights, "loaded": dict(weights)} if kind == "sync" else {"loaded": dict(weights)}
+    if kind == "sync":
+        meta |= {"contracts": {"trainer": CONTRACT[arm], "rollout": CONTRACT[arm]}, "exported": weights}
+    else:
+        meta["contract"] = CONTRACT[arm]
+    meta["loaded"] = dict(weights)
     begin, end = np.array([2, 3, 4]), np.array([8, 7, 6])
     position = np.arange(8)
     response = (position >= begin[:, None]) & (position < end[:, None])

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import runs
 
-from samebits.evidence import provenance, receipt
+from samebits.evidence import provenance
+from samebits.evidence.invariance import KIND, InvarianceError
 from samebits.judge import JudgeError, judge_recordings, matrix_rows, matrix_summary, rejudge_matrix
 from samebits.judge.localise import first_difference
 from samebits.judge.matrix import cells
@@ -288,17 +289,17 @@ def test_an_edited_matrix_contradicts_itself(out: Path, change: Change) -> None:
     facts["cells"].sort(key=lambda c: -c["mismatched"])
     change(facts)
     with pytest.raises(JudgeError, match="contradicts itself"):
-        rejudge_matrix(receipt.build(receipt.INVARIANCE, **facts))
+        rejudge_matrix(KIND.build(**facts))
 
 
 def test_an_edited_matrix_breaks_its_checksum(out: Path, tmp_path: Path) -> None:
     document = judge_recordings(out, quick=True)
-    receipt.write(tmp_path / "invariance.json", document)
-    assert rejudge_matrix(receipt.read(tmp_path / "invariance.json")) == "pass"
+    KIND.write(tmp_path / "invariance.json", document)
+    assert rejudge_matrix(KIND.read(tmp_path / "invariance.json")) == "pass"
     text = (tmp_path / "invariance.json").read_text()
     (tmp_path / "invariance.json").write_text(text.replace('"compared": 18', '"compared": 19', 1))
-    with pytest.raises(receipt.ReceiptError, match="checksum"):
-        receipt.read(tmp_path / "invariance.json")
+    with pytest.raises(InvarianceError, match="checksum"):
+        KIND.read(tmp_path / "invariance.json")
 
 
 # --- traces

@@ -217,6 +217,14 @@ def replayed(run: Path) -> None:
     rewrite(run, "step-0002", lambda meta, tensors: tensors.update(first))
 
 
+def without_a_contract(run: Path) -> None:
+    """A run whose identity, in every place, names none."""
+    identity = json.loads((run / "execution.json").read_text()) | {"contract": None}
+    (run / "execution.json").write_text(json.dumps(identity))
+    for folder in sorted((run / "capsules").iterdir()):
+        rewrite(run, folder.name, lambda meta, tensors: meta.update(execution=identity))
+
+
 def empty_log(run: Path) -> None:
     (run / "events.jsonl").write_bytes(b"")
     (run / "events.jsonl.head").write_text(
@@ -377,6 +385,32 @@ LIES: list[tuple[str, Lie, str, str]] = [
         "fail",
         "its weights differ, but the update changed 0 masters",
     ),
+    # the contract
+    (
+        "a rollout by another contract",
+        edit("sync-0001", lambda m, t: m["contracts"].update(rollout="another")),
+        "fail",
+        "sync theta1: the rollout computes by another, the run by a contract",
+    ),
+    (
+        "a trainer without the operators",
+        edit("sync-0002", lambda m, t: m["contracts"].update(trainer=None)),
+        "fail",
+        "sync theta2: the trainer computes by no contract, the run by a contract",
+    ),
+    (
+        "sides that do not say",
+        edit("sync-0000", lambda m, t: m.pop("contracts")),
+        "fail",
+        "sync theta0: the rollout computes by no contract",
+    ),
+    (
+        "a fresh engine by another contract",
+        edit("fresh-0001", lambda m, t: m.update(contract="another")),
+        "fail",
+        "sync theta1: the fresh engine computes by another",
+    ),
+    ("a run without a contract", without_a_contract, "fail", "arm 1 without the name of its numerical contract"),
     # what was not shown
     ("a step is missing", remove("capsules/step-0003"), "inconclusive", "capsules/step-0003: missing"),
     ("a sync is missing", remove("capsules/sync-0001"), "inconclusive", "capsules/sync-0001: missing"),

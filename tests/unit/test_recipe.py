@@ -85,9 +85,33 @@ def test_a_switch_that_contradicts_the_arm_is_refused() -> None:
         arms.environment(0, {arms.SWITCH: "1"})
 
 
-def test_arm_1_is_refused_until_its_operators_exist() -> None:
-    with pytest.raises(SamebitsError, match=r"operators for the CPU are not built yet.*run --arm 0"):
-        arms.environment(1, {})
+@pytest.mark.parametrize("missing", ["OPERATORS", "ALIGNED_SPEC"])
+def test_arm_1_is_refused_where_a_part_of_it_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, missing: str
+) -> None:
+    """Asked when a run starts, before its folder or arm 0 of the loop is touched; a plan needs neither."""
+    monkeypatch.setattr(
+        arms, "OPERATORS", ("samebits", "arms.py") if missing == "OPERATORS" else ("samebits", "cli.py")
+    )
+    monkeypatch.setattr(arms, "ALIGNED_SPEC", ("samebits", "none.py"))
+    for start in (lambda: launch.run_rl(1, 3, tmp_path / "run"), lambda: launch.run_loop(3, tmp_path / "loop")):
+        with pytest.raises(SamebitsError, match=r"--arm 1: the samebits installed here has no .*run `make env`, or"):
+            start()
+    assert list(tmp_path.iterdir()) == [] and launch.plan(1, 3).arm == 1
+
+
+def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arms, "OPERATORS", ("nothing.here", "x.so"))
+    with pytest.raises(SamebitsError, match=r"--arm 1: the nothing\.here installed here has no x\.so"):
+        arms.contract(1)
+    assert arms.contract(0) is None
+
+
+def test_one_switch_is_all_that_the_arms_differ_by() -> None:
+    """The resolved configurations are one, and so are the environments but for the switch."""
+    zero, one = launch.plan(0, 3), launch.plan(1, 3)
+    assert zero.config_text == one.config_text and zero.model == one.model
+    assert set(zero.environment.items()) ^ set(one.environment.items()) == {(arms.SWITCH, "0"), (arms.SWITCH, "1")}
 
 
 def test_there_is_no_third_arm() -> None:
@@ -162,8 +186,19 @@ def test_both_arms_start_from_the_same_weights() -> None:
     assert SMALL.key({}, ENVIRONMENT) == SMALL.key({}, {**ENVIRONMENT, arms.SWITCH: "1"})
 
 
+@pytest.mark.parametrize(("instructions", "arm"), [(["avx2", "fma"], 1), (["avx512_bf16", "avx512f"], 0)])
+def test_the_arm_that_is_fast_here_teaches_and_the_key_names_it(
+    monkeypatch: pytest.MonkeyPatch, instructions: list[str], arm: int
+) -> None:
+    monkeypatch.setattr(provenance, "instruction_set", lambda: instructions)
+    assert warm_start.teacher() == arm
+    taught = SMALL.key({}, ENVIRONMENT)
+    monkeypatch.setattr(warm_start, "teacher", lambda: 1 - arm)
+    assert SMALL.key({}, ENVIRONMENT) != taught
+
+
 def test_a_warm_start_is_named_by_its_size_its_seed_and_its_lessons() -> None:
-    assert WarmStart(seed=3).name == "qwen3-2x1024-seed3-sft120"
+    assert WarmStart(seed=3).name == "qwen3-2x1024-seed3-sft80"
 
 
 @pytest.mark.parametrize("settings", [{"depth": "2"}, {"steps": "many"}, {"steps": "0"}, {"hidden": "100"}])
@@ -214,7 +249,7 @@ def test_two_runs_at_once_teach_one_warm_start_once(monkeypatch: pytest.MonkeyPa
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(trainer.calls) == 1 and trainer.calls[0][arms.SWITCH] == "0"
+    assert len(trainer.calls) == 1 and trainer.calls[0][arms.SWITCH] == str(warm_start.teacher())
     assert len(found) == 2 and len(set(found)) == 1 and (found[0] / "model.safetensors").read_text() == "weights"
     assert "warm start: another run teaches it; waiting" in said
     assert [text for text in said if "step" in text] == ["warm start: step 20 of 45", "warm start: step 40 of 45"]
@@ -343,6 +378,25 @@ def test_the_page_is_drawn_whatever_the_verdict(
     )
     assert done.exit_code == code and f"observe: {verdict.upper()}" in done.output
     assert page.read_text() == '["run"]'
+
+
+@pytest.mark.parametrize(("verdicts", "code"), [(("pass", "pass"), 0), (("pass", "fail"), 1), (("fail", "pass"), 1)])
+def test_the_loop_runs_both_arms_and_draws_both_whatever_the_verdicts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, verdicts: tuple[str, str], code: int
+) -> None:
+    ran: list[int] = []
+
+    def run(planned: launch.Plan, *_: Any) -> dict[str, Any]:
+        ran.append(planned.arm)
+        return {"arm": planned.arm, "verdict": verdicts[planned.arm], "claim": "x", "compares": [], "reasons": []}
+
+    monkeypatch.setattr(launch, "_run", run)
+    monkeypatch.setattr(arms, "contract", lambda arm: None)
+    monkeypatch.setattr(launch, "render", lambda runs, page: page.write_text(json.dumps([run.name for run in runs])))
+    done = CliRunner().invoke(cli.app, ["run", "loop", "--out", str(tmp_path)])
+    assert done.exit_code == code and ran == [0, 1]
+    assert f"BI=0  x: {verdicts[0].upper()}" in done.output and f"BI=1  x: {verdicts[1].upper()}" in done.output
+    assert (tmp_path / "report.html").read_text() == '["bi0", "bi1"]'
 
 
 # --- the child process

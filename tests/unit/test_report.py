@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from runs import BOUNDS, make_run, rewrite
 
+from samebits.errors import SamebitsError
 from samebits.evidence import receipt
 from samebits.judge import JudgeError, judge_run
-from samebits.report import charts, render, render_svg_summary
+from samebits.report import charts, insert_table, render, render_svg_summary, render_table
 
 VOID = {"meta", "link", "br", "path", "circle", "rect"}
 
@@ -185,12 +186,36 @@ def test_what_a_run_says_of_itself_is_text(damaged: Path, tmp_path: Path) -> Non
 
 
 def test_the_picture_is_one_sound_svg(runs: dict[int, Path]) -> None:
-    svg = render_svg_summary(runs[0])
+    svg = render_svg_summary([runs[0]])
     root = ET.fromstring(svg)
     rates = [c["mismatched"] / c["valid_tokens"] for c in receipt.read(runs[0] / "receipt.json")["compares"]]
     texts = [t.text for t in root.iter("{http://www.w3.org/2000/svg}text")]
     assert [t for t in texts if t in {charts.percent(r) for r in rates}] == [charts.percent(r) for r in rates]
     assert "prefers-color-scheme: dark" in svg and "http" not in svg.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_the_picture_shows_both_arms(runs: dict[int, Path]) -> None:
+    root = ET.fromstring(render_svg_summary([runs[0], runs[1]]))
+    texts = [t.text for t in root.iter("{http://www.w3.org/2000/svg}text")]
+    tokens = sum(c["valid_tokens"] for c in receipt.read(runs[1] / "receipt.json")["compares"])
+    assert f"BI=1: 0% of {tokens:,}" in texts and texts.count("0%") >= 6
+    assert "BI=0: " in (root.get("aria-label") or "") and "BI=1: none of" in (root.get("aria-label") or "")
+
+
+def test_the_table_says_what_the_receipts_hold_and_keeps_its_place(runs: dict[int, Path], tmp_path: Path) -> None:
+    file, table = tmp_path / "README.md", render_table([runs[0], runs[1]])
+    assert table.count("\n| BI=0 |") == table.count("\n| BI=1 |") == 6
+    for arm, run in runs.items():
+        for c in receipt.read(run / "receipt.json")["compares"]:
+            counts = f"{c['mismatched']:,} of {c['valid_tokens']:,} | {c['max_abs']:.3f}" if arm == 0 else "0 of "
+            assert f"| BI={arm} | θ{c['weights'][-1]} | {c['path']} | {counts}" in table
+    file.write_text("before\n<!-- mismatches -->\nold\n<!-- /mismatches -->\nafter\n")
+    for _ in range(2):
+        insert_table(file, table)
+        assert file.read_text() == f"before\n<!-- mismatches -->\n{table}<!-- /mismatches -->\nafter\n"
+    file.write_text("no place")
+    with pytest.raises(SamebitsError, match="has no place for the table: write"):
+        insert_table(file, table)
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,8 @@ def collect(
     device: str = "cpu",
     device_name: str | None = None,
     threads: int | None = None,
+    contract: str | None = None,
+    kernels: Mapping[str, str] | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> dict[str, Any]:
     """The identity of a run that is about to start.
@@ -130,7 +132,8 @@ def collect(
     root: the repository. lock: the lock file. requirements: the requirements.txt that `samebits build wheels`
     left; the wheels lie beside it, and each must be the one installed here. arm: 0 or 1.
     runner: vLLM's model runner, v1 or v2. model: name, seed, tokenizer_sha256 and the geometry. threads: of one
-    operator; default: the processors this process may use. ProvenanceError with the remedy otherwise."""
+    operator; default: the processors this process may use. contract: the name of the numerical contract that both
+    sides compute by; None at arm 0. kernels: what torch dispatches on. ProvenanceError with the remedy otherwise."""
     switches = {name: environment[name] for name in SWITCHES if name in environment}
     if switches.setdefault("VLLM_BATCH_INVARIANT", "0") != str(arm):
         raise ProvenanceError(
@@ -149,6 +152,8 @@ def collect(
         "device": device,
         "device_name": device_name or _processor_name(),
         "instruction_set": instruction_set(),
+        "contract": contract,
+        "kernels": dict(kernels or {}),
         "threads": threads or len(os.sched_getaffinity(0)),
         "runner": runner,
         "switches": switches,

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from samebits.evidence import provenance, receipt, schema, strictjson
+from samebits.evidence import provenance, schema, strictjson
+from samebits.evidence.invariance import KIND
 
 from .compare import values
 from .matrix import Cell, cells
@@ -63,14 +64,14 @@ def judge_recordings(out: Path, quick: bool) -> dict[str, Any]:
             found.append({"arm": arm, "dtype": dtype, "cell": cell.name, **counts})
     facts = {"quick": quick, "cells": found, "contracts": contracts, "executions": executions}
     reasons += [reason for reason in _rules(facts) if reason not in reasons]
-    return receipt.build(receipt.INVARIANCE, verdict=_worst(reasons), reasons=reasons, **facts, recordings=digests)
+    return KIND.build(verdict=_worst(reasons), reasons=reasons, **facts, recordings=digests)
 
 
 def rejudge_matrix(document: dict[str, Any]) -> str:
     """Judge a matrix again from its own counts and return its verdict.
 
-    JudgeError names every contradiction; ReceiptError if the document breaks its schema or its checksum."""
-    receipt.validate(document, kind=receipt.INVARIANCE)
+    JudgeError names every contradiction; InvarianceError if the document breaks its schema or its checksum."""
+    KIND.validate(document, "matrix")
     wrong = list(_contradictions(document))
     wrong += [
         f"{_text(r)}, but this is not among the reasons" for r in _rules(document) if r not in document["reasons"]
@@ -251,8 +252,13 @@ def _rules(facts: dict[str, Any]) -> list[Reason]:
         for name in wanted.keys() - names:
             reasons.append(_open(f"arm{arm}-{dtype}: {name}", "the cell is missing"))
     for arm in sorted({c["arm"] for c in facts["cells"]}):
-        if not facts["executions"].get(str(arm)):
+        identity = facts["executions"].get(str(arm))
+        if not identity:
             reasons.append(_fail(f"arm{arm}", "has no execution identity"))
+        elif identity.get("contract") != facts["contracts"].get(str(arm)):
+            reasons.append(_fail(f"arm{arm}", "its execution identity names another contract than its engines"))
+    if 1 in {c["arm"] for c in facts["cells"]} and not facts["contracts"].get("1"):
+        reasons.append(_fail("arm1", "its engines computed by no contract"))
     if not facts["cells"]:
         reasons.append(_open("matrix", "holds no cell"))
     return sorted(reasons, key=lambda r: (r["verdict"] != "fail", r["where"]))

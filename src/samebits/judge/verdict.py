@@ -332,7 +332,11 @@ def _sync(capsule: Capsule, capsules: dict[str, Capsule], reasons: list[Reason])
         "probe_tokens": None,
         "probe_mismatched": None,
     }
+    if "contracts" in capsule.meta:  # capsules from before the operators have none
+        fact["contracts"] = dict(capsule.meta["contracts"])
     if fresh is not None:
+        if "contracts" in fact and "contract" in fresh.meta:
+            fact["contracts"]["fresh"] = fresh.meta["contract"]
         ours, theirs = capsule.tensors, fresh.tensors
         same = all(
             ours[key].shape == theirs[key].shape and np.array_equal(ours[key].read(), theirs[key].read())
@@ -388,6 +392,8 @@ def _rules(facts: dict[str, Any]) -> Iterator[Reason]:
         arm, switch = facts["execution"]["arm"], facts["execution"]["switches"]["VLLM_BATCH_INVARIANT"]
         if str(arm) != switch:
             yield _fail("execution.json", f"arm {arm} ran with VLLM_BATCH_INVARIANT={switch}")
+        if arm == 1:
+            yield from _contract_rules(facts["execution"].get("contract"), facts["sync"])
     whole = {name for name in REQUIRED if f"capsules/{name}" in facts["capsules"]}
     for name in REQUIRED:
         if name not in whole:
@@ -412,6 +418,23 @@ def _rules(facts: dict[str, Any]) -> Iterator[Reason]:
         yield from _update_rules(u)
     for s in facts["sync"]:
         yield from _sync_rules(s, f"capsules/fresh-{int(s['weights'].removeprefix('theta')):04d}" in facts["capsules"])
+
+
+def _contract_rules(named: str | None, syncs: list[dict[str, Any]]) -> Iterator[Reason]:
+    """At arm 1 the trainer, its rollout and the fresh engine compute by one contract, the one that the run names."""
+    if not named:
+        yield _fail("execution.json", "arm 1 without the name of its numerical contract")
+        return
+    for s in syncs:
+        sides = {"trainer": "trainer", "rollout": "rollout"}
+        if s["probe_mismatched"] is not None:
+            sides["fresh"] = "fresh engine"
+        for side, name in sides.items():
+            said = s.get("contracts", {}).get(side)
+            if said != named:
+                yield _fail(
+                    f"sync {s['weights']}", f"the {name} computes by {said or 'no contract'}, the run by {named}"
+                )
 
 
 def _compare_rules(c: dict[str, Any], claim: str, bound: dict[str, Any] | None) -> Iterator[Reason]:

@@ -8,6 +8,8 @@ import argparse
 import json
 import os
 import pathlib
+import subprocess
+import sys
 import tempfile
 from typing import Any
 
@@ -23,6 +25,7 @@ def engine_arguments(rollout: dict[str, Any]) -> dict[str, Any]:
     same = ("dtype", "enforce_eager", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "logprobs_mode")
     return {
         **{name: rollout[name] for name in same},
+        "worker_extension_cls": WORKER_EXTENSION,
         "enable_chunked_prefill": rollout["enable_chunked_prefill"],
         "enable_prefix_caching": rollout["enable_prefix_caching"],
         "gpu_memory_utilization": rollout["gpu_memory_utilization"],
@@ -47,7 +50,6 @@ def probe_fresh_engine(run: pathlib.Path, sync: int, arguments: dict[str, Any]) 
         str(run / "weights" / synced.meta["weights"]),
         # The same worker process, threads and reading of weights as under verl.
         distributed_executor_backend="mp",
-        worker_extension_cls=WORKER_EXTENSION,
         disable_log_stats=True,
         **arguments,
     )
@@ -65,14 +67,15 @@ def probe_fresh_engine(run: pathlib.Path, sync: int, arguments: dict[str, Any]) 
     with tempfile.TemporaryDirectory() as folder:
         table = pathlib.Path(folder) / "loaded.json"
         engine.collective_rpc("write_resident_weights", kwargs={"path": str(table)})
-        loaded = json.loads(table.read_text())
+        resident = json.loads(table.read_text())
     meta = {
         "schema": capsule.SCHEMA,
         "kind": "fresh",
         "sync": sync,
         "weights": synced.meta["weights"],
         "execution": synced.meta["execution"],
-        "loaded": loaded,
+        "contract": resident["contract"],
+        "loaded": resident["tensors"],
     }
     tensors = {
         "probe_tokens": said,
@@ -86,14 +89,18 @@ def probe_fresh_engine(run: pathlib.Path, sync: int, arguments: dict[str, Any]) 
 
 
 def main() -> None:
-    """``python -m samebits.probe.fresh RUN SYNC…``: one engine after another, each in new worker processes."""
+    """``python -m samebits.probe.fresh RUN SYNC…``: an engine a sync, side by side, each in processes of its own."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("run", type=pathlib.Path)
     parser.add_argument("syncs", type=int, nargs="+")
     asked = parser.parse_args()
     rollout = json.loads((asked.run / "config.json").read_text())["actor_rollout_ref"]["rollout"]
-    for sync in asked.syncs:
-        probe_fresh_engine(asked.run, sync, engine_arguments(rollout))
+    if len(asked.syncs) > 1:
+        # Most of an engine's start is one thread's work.
+        command = [sys.executable, "-m", "samebits.probe.fresh", str(asked.run)]
+        children = [subprocess.Popen([*command, str(sync)]) for sync in asked.syncs]
+        sys.exit(max(abs(child.wait()) for child in children))
+    probe_fresh_engine(asked.run, asked.syncs[0], engine_arguments(rollout))
     os._exit(0)
 
 

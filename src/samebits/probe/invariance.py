@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from samebits.errors import SamebitsError
-from samebits.evidence import provenance, receipt, strictjson
+from samebits.evidence import provenance, strictjson
+from samebits.evidence.invariance import KIND
 from samebits.judge import judge_recordings, matrix
-from samebits.recipe import arms, process
+from samebits.recipe import arms, launch, process
 from samebits.sources.pins import ROOT
 
 from .device import Device, device
@@ -187,7 +188,7 @@ def check(asked: Asked, out: pathlib.Path, say: Say = print, step: Callable[[], 
     """Record the matrix and have it judged: the document is also OUT/invariance.json. Raises as `record` does."""
     record(asked, out, say, step)
     document = judge_recordings(out, asked.quick)
-    receipt.write(out / "invariance.json", document)
+    KIND.write(out / "invariance.json", document)
     return document
 
 
@@ -272,6 +273,8 @@ def _record_arm(
         device=str(asked.device),
         device_name=facts["facts"]["device_name"],
         threads=facts["facts"]["threads"],
+        contract=facts["facts"]["contract"],
+        kernels=launch.kernels(),
         environment=on.environment,
     )
     provenance.write(out / "recordings" / f"arm{arm}.execution.json", identity)

@@ -4,6 +4,8 @@
 environment is the same for both.
 """
 
+import importlib.util
+import pathlib
 from collections.abc import Mapping
 
 from samebits.errors import SamebitsError
@@ -39,6 +41,11 @@ CPU_FIXED = {"CUDA_VISIBLE_DEVICES": "-1"}
 RUNNER_SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
 
 
+# What arm 1 runs on, by the package that brings it. Both packages are too large to import for a question.
+OPERATORS = ("vllm", "batch_invariant_cpu.so")
+ALIGNED_SPEC = ("megatron.core", "models/gpt/gpt_aligned_layer_specs.py")
+
+
 class ArmError(SamebitsError):
     """An arm that cannot run here, or an environment that says something else."""
 
@@ -47,16 +54,11 @@ def environment(arm: int, base: Mapping[str, str]) -> dict[str, str]:
     """The environment of a run of ``arm`` on the CPU, from the caller's.
 
     Raises:
-        ArmError: arm 1, until its operators exist; a `VLLM_BATCH_INVARIANT` that contradicts the arm; or vLLM's
-            model runner V2, which does not run on the CPU.
+        ArmError: a `VLLM_BATCH_INVARIANT` that contradicts the arm, or vLLM's model runner V2, which does not run on
+            the CPU.
     """
     if arm not in CLAIM:
         raise ArmError(f"--arm {arm}: there are two arms, 0 (vLLM and Megatron as they are) and 1 (batch invariant)")
-    if arm == 1:
-        raise ArmError(
-            "--arm 1: the batch-invariant operators for the CPU are not built yet, neither in vLLM's wheel nor in "
-            "Megatron Core's layer spec; run --arm 0"
-        )
     said = base.get(SWITCH, str(arm))
     if said != str(arm):
         raise ArmError(f"{SWITCH}={said} in the environment contradicts --arm {arm}: unset it, the arm sets it")
@@ -71,3 +73,35 @@ def environment(arm: int, base: Mapping[str, str]) -> dict[str, str]:
 def runner(environment: Mapping[str, str]) -> str:
     """vLLM's model runner in an environment that `environment` made."""
     return "v2" if int(environment[RUNNER_SWITCH]) else "v1"
+
+
+def contract(arm: int) -> str | None:
+    """The name of the numerical contract that both sides of an arm compute by; None at arm 0, which has none.
+
+    Raises:
+        ArmError: arm 1 where the operators or the trainer's aligned layer spec are not installed.
+    """
+    if arm == 0:
+        return None
+    import torch
+
+    library = _installed(*OPERATORS)
+    _installed(*ALIGNED_SPEC)
+    if not hasattr(torch.ops.batch_invariant, "contract"):
+        torch.ops.load_library(str(library))
+    return str(torch.ops.batch_invariant.contract())
+
+
+def _installed(package: str, file: str) -> pathlib.Path:
+    """A file of an installed package, found without importing it."""
+    try:
+        found = importlib.util.find_spec(package)
+    except ModuleNotFoundError:
+        found = None
+    for folder in (found and found.submodule_search_locations) or []:
+        if (path := pathlib.Path(folder) / file).is_file():
+            return path
+    raise ArmError(
+        f"--arm 1: the {package} installed here has no {file}: it is not our patched wheel, or one from before the "
+        "batch-invariant operators; run `make env`, or --arm 0"
+    )

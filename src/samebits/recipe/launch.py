@@ -192,13 +192,14 @@ def run_rl(
         SamebitsError: an arm that cannot run, a folder in use, or a child that failed, with its first error.
     """
     planned = plan(arm, steps, overrides, model)
+    contract = arms.contract(arm)
     out = out.resolve()
     with _claimed(out, replace):
         if page:
             # A run that fails must not leave the page of an earlier one to be taken for its own.
             page.unlink(missing_ok=True)
         try:
-            document = _run(planned, out, say)
+            document = _run(planned, contract, out, say)
         except BaseException as error:
             first = error.first_error if isinstance(error, process.RunFailed) else f"{type(error).__name__}: {error}"
             with suppress(SamebitsError, OSError):
@@ -210,7 +211,38 @@ def run_rl(
     return document
 
 
-def _run(planned: Plan, out: pathlib.Path, say: Say) -> dict[str, Any]:
+def run_loop(
+    steps: int,
+    out: pathlib.Path,
+    overrides: Mapping[str, object] | None = None,
+    model: warm_start.WarmStart | None = None,
+    say: Say = print,
+    replace: bool = False,
+) -> list[dict[str, Any]]:
+    """Runs the recipe as arm 0 and then as arm 1, and draws ``out/report.html`` of both.
+
+    The runs are ``out/bi0`` and ``out/bi1``; the arguments are those of `run_rl`. Whatever arm 0's verdict is, arm 1
+    runs too.
+
+    Returns:
+        the receipts, arm 0's first.
+
+    Raises:
+        SamebitsError: as `run_rl`; an arm 1 that cannot run here is refused before arm 0 begins.
+    """
+    arms.contract(1)
+    page = out / "report.html"
+    page.unlink(missing_ok=True)
+    found = {}
+    for arm in arms.CLAIM:
+        folder = out / f"bi{arm}"
+        say(f"arm {arm}: {folder}")
+        found[folder] = run_rl(arm, steps, folder, overrides, model, say, replace)
+    render(list(found), page)
+    return list(found.values())
+
+
+def _run(planned: Plan, contract: str | None, out: pathlib.Path, say: Say) -> dict[str, Any]:
     log = out / "events.jsonl"
     what, environment, steps = planned.model, planned.environment, planned.steps
     started = time.monotonic()
@@ -232,6 +264,8 @@ def _run(planned: Plan, out: pathlib.Path, say: Say) -> dict[str, Any]:
         model=_model_identity(what, weights),
         command=planned.command,
         threads=int(environment["OMP_NUM_THREADS"]),
+        contract=contract,
+        kernels=kernels(),
         environment=environment,
     )
     provenance.write(out / "execution.json", identity)
@@ -266,7 +300,19 @@ def _since(moment: float) -> float:
     return round(time.monotonic() - moment, 1)
 
 
+def kernels() -> dict[str, str]:
+    """What torch's own kernels dispatch on here."""
+    import torch
+
+    onednn = re.search(r"Intel\(R\) MKL-DNN (.*)", torch.__config__.show())
+    return {
+        "torch_cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "torch_onednn": onednn[1].strip() if onednn else "none",
+    }
+
+
 def _model_identity(what: warm_start.WarmStart, weights: pathlib.Path) -> dict[str, Any]:
     tokenizer = hashlib.sha256((weights / "tokenizer.json").read_bytes()).hexdigest()
     geometry = {"layers": what.layers, "hidden": what.hidden, "warm_start_steps": what.steps}
+    geometry["warm_start_arm"] = warm_start.teacher()
     return {"name": what.name, "seed": what.seed, "tokenizer_sha256": tokenizer, **geometry}

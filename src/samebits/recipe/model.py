@@ -42,7 +42,7 @@ def config(layers: int, hidden: int) -> Qwen3Config:
     return Qwen3Config(
         vocab_size=len(VOCABULARY),
         hidden_size=hidden,
-        intermediate_size=3 * hidden,
+        intermediate_size=2 * hidden,
         num_hidden_layers=layers,
         num_attention_heads=hidden // 64,
         num_key_value_heads=hidden // 128,

@@ -1,4 +1,4 @@
-"""Running sums: an arithmetic task that a program can check, small enough to learn in a minute on two cores.
+"""Running sums: an arithmetic task that a program can check, small enough to learn a tenth of in a minute on two cores.
 
 A question is a row of digits, the answer its running sums: ``3 1 4`` → ``3 4 8``. verl loads `compute_score` from
 this file by path, so it imports nothing of the package.

@@ -143,21 +143,26 @@ def render(runs: list[Path], out: Path) -> None:
     out.write_text(page, encoding="utf-8")
 
 
-def render_svg_summary(run: Path) -> str:
-    """The mismatch chart of a run as a standalone SVG with its own colours, light and dark, for a README."""
-    (arm,) = _drawn([run])
-    top = 48
-    frame = f'viewBox="0 0 {charts.WIDTH} {charts.HEIGHT + top}" width="{charts.WIDTH}" height="{charts.HEIGHT + top}"'
-    chart = str(arm.rates).replace("<svg ", f'<svg y="{top}" width="{charts.WIDTH}" height="{charts.HEIGHT}" ', 1)
+def render_svg_summary(runs: list[Path]) -> str:
+    """The mismatch charts of some runs, side by side, as one standalone SVG with its own colours, for a README."""
+    arms = _drawn(runs)
+    top, width = 70, charts.WIDTH * len(arms)
+    frame = f'viewBox="0 0 {width} {charts.HEIGHT + top}" width="{width}" height="{charts.HEIGHT + top}"'
     key = (
         '<rect class="a" x="18" y="34" width="11" height="11"/><text x="35" y="44">recompute</text>'
         '<rect class="b" x="118" y="34" width="11" height="11"/><text x="135" y="44">actor</text>'
     )
-    title = f"Logprobs that differ, trainer against rollout, at {arm.name}"
+    panels = []
+    for i, arm in enumerate(arms):
+        place = f'<svg x="{i * charts.WIDTH}" y="{top}" width="{charts.WIDTH}" height="{charts.HEIGHT}" '
+        panels.append(str(arm.rates).replace("<svg ", place, 1))
+        name = f"{arm.name}: {percent_of(arm)} of {arm.tokens:,}"
+        panels.append(f'<text class="title" x="{i * charts.WIDTH + charts.LEFT}" y="{top - 2}">{escape(name)}</text>')
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" {frame} role="img" aria-label="{escape(statement([arm]))}">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" {frame} role="img" aria-label="{escape(statement(arms))}">'
         f'<style>{_file("style.css")}</style><rect class="paper" width="100%" height="100%" rx="8"/>'
-        f'<text class="title" x="18" y="24">{escape(title)}</text>{key}{chart}</svg>\n'
+        f'<text class="title" x="18" y="24">Logprobs that differ, trainer against rollout</text>{key}'
+        f"{''.join(panels)}</svg>\n"
     )
 
 
@@ -267,6 +272,8 @@ def _identity(arms: list[_Arm]) -> list[tuple[str, list[list[str]]]]:
             "Versions": [f"Python {e['python']}", *pairs(e["versions"], " ")],
             "Device": [e["device_name"], f"{e['device']}, {e['threads']} threads"],
             "Instruction sets": [", ".join(e["instruction_set"]) or "none listed"],
+            "Kernels of torch": pairs(e.get("kernels", {}), " "),
+            "Numerical contract": [e.get("contract") or "none: each engine computes as it is"],
             "Model runner": [e["runner"]],
             "Switches": pairs(e["switches"], "="),
             "Model": pairs(e["model"], ": "),

@@ -12,12 +12,13 @@ import hashlib
 import io
 import os
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from samebits.errors import SamebitsError
-from samebits.sources.fetch import fetch
+from samebits.sources.fetch import cache_folder, fetch
+from samebits.sources.native import libraries_of
 from samebits.sources.patching import Read, plan_series
 from samebits.sources.pins import Artefact, Pins, Upstream
 from samebits.sources.records import FileChange, file_changes
@@ -52,9 +53,17 @@ def local_version(artefact: Artefact, upstream: Upstream) -> str:
     return f"{artefact.version}+{artefact.local + '.' if artefact.local else ''}samebits.{upstream.series}"
 
 
-def build_wheel(source: Path, artefact: Artefact, upstream: Upstream, patches_root: Path, out: Path) -> Built:
+def build_wheel(
+    source: Path,
+    artefact: Artefact,
+    upstream: Upstream,
+    patches_root: Path,
+    out: Path,
+    libraries: Mapping[str, bytes] | None = None,
+) -> Built:
     """Write the patched wheel of the release file `source` into the folder `out`, atomically.
 
+    libraries: native libraries of ours, name in the wheel -> bytes.
     Raises PatchError or WheelError, and then has written nothing.
     """
     distribution, version = artefact.distribution or artefact.name, local_version(artefact, upstream)
@@ -63,6 +72,10 @@ def build_wheel(source: Path, artefact: Artefact, upstream: Upstream, patches_ro
         read = read_wheel(wheel)
         steps = plan_series(read, upstream.key, artefact.base, patches_root, upstream.packages)
         changed = {path: data for _, step in steps for path, data in step.items()}
+        for name, data in (libraries or {}).items():
+            if read(name) is not None or name in changed:
+                raise WheelError(f"{source.name}: it has a {name} already. Remedy: give our library another name.")
+            changed[name] = data
         old_info = f"{artefact.name.replace('-', '_')}-{artefact.version}.dist-info"
         new_info = f"{stem}-{version}.dist-info"
         metadata = read(f"{old_info}/METADATA")
@@ -175,7 +188,8 @@ def build_profile(
     requirements.unlink(missing_ok=True)
     built = []
     for upstream, artefact in artefacts_of(pins, profile, python):
-        built.append(build_wheel(fetch(artefact, cache), artefact, upstream, patches_root, out))
+        libraries = libraries_of(pins, artefact, upstream.key, patches_root, cache or cache_folder())
+        built.append(build_wheel(fetch(artefact, cache), artefact, upstream, patches_root, out, libraries))
         yield built[-1]
     for stale in {*out.glob("*.whl")} - {b.path for b in built}:
         stale.unlink()

@@ -57,6 +57,15 @@ def write_capsule(folder: pathlib.Path, sidecar: Mapping[str, Any], tensors: Map
     draft.rename(folder)
 
 
+def contract_name() -> str | None:
+    """The numerical contract of the batch-invariant operators that this process has loaded; None if it has none.
+
+    A trainer and a rollout whose names differ compute by different rules, whatever their bits happen to be.
+    """
+    operators = torch.ops.batch_invariant
+    return str(operators.contract()) if hasattr(operators, "contract") else None
+
+
 def right_padded(rows: Iterable[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """Stacks vectors of different lengths into (rows, longest), zeros on the right."""
     return torch.nn.utils.rnn.pad_sequence([row.to(dtype) for row in rows], batch_first=True)

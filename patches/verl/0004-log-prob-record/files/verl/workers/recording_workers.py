@@ -12,7 +12,7 @@ from tensordict import TensorDict
 
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils import tensordict_utils as tu
-from verl.utils.log_prob_record import described
+from verl.utils.log_prob_record import contract_name, described
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.padding import no_padding_2_padding
 
@@ -111,6 +111,11 @@ class RecordingActorRolloutRefWorker(ActorRolloutRefWorker):
         self.actor.log_probs_seen.clear()
         self.actor.updates_seen.clear()
         return record
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def contract_name(self) -> Optional[str]:
+        """The numerical contract of this rank's operators; see `verl.utils.log_prob_record.contract_name`."""
+        return contract_name()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_exported(self, weights_folder: Optional[str] = None) -> dict[str, Any]:

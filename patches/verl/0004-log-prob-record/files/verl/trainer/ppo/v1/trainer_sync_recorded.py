@@ -150,8 +150,15 @@ class PPOTrainerSyncRecorded(PPOTrainerSync):
         server = self.llm_server_manager.get_replicas()[0].servers[0]
         table = self._capsules / f".loaded-{step:04d}.json"
         ray.get(server.collective_rpc.remote("write_resident_weights", kwargs={"path": str(table)}))
-        loaded = json.loads(table.read_text())
+        resident = json.loads(table.read_text())
         table.unlink()
+        contracts = {"trainer": self.actor_rollout_wg.contract_name()[0], "rollout": resident["contract"]}
+        if contracts["trainer"] != contracts["rollout"]:
+            raise RuntimeError(
+                f"the trainer computes by {contracts['trainer'] or 'no numerical contract'} and its rollout by "
+                f"{contracts['rollout'] or 'none'}: install the same operators on both sides, and set "
+                "VLLM_BATCH_INVARIANT alike for both"
+            )
         write_capsule(
             folder,
             {
@@ -159,8 +166,9 @@ class PPOTrainerSyncRecorded(PPOTrainerSync):
                 "sync": step,
                 "weights": f"theta{step}",
                 "execution": self._execution,
+                "contracts": contracts,
                 "exported": exported,
-                "loaded": loaded,
+                "loaded": resident["tensors"],
             },
             self._probe(server, step),
         )

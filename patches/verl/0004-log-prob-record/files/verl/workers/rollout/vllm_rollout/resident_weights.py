@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from verl.utils.log_prob_record import described
+from verl.utils.log_prob_record import contract_name, described
 
 
 def resident_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -50,11 +50,14 @@ def resident_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor
 
 
 def write_resident_weights(model: torch.nn.Module, path: str) -> None:
-    """Writes {name: {dtype, shape, sha256}} of every resident tensor as JSON, whole or not at all."""
+    """Writes what an engine holds as JSON, whole or not at all.
+
+    ``{"contract": name or null, "tensors": {name: {dtype, shape, sha256}}}``
+    """
     table: dict[str, dict] = {}
     for _ in described(resident_weights(model), table):
         pass
     target = pathlib.Path(path)
     draft = target.with_name(f".{target.name}.{os.getpid()}")
-    draft.write_text(json.dumps(table))
+    draft.write_text(json.dumps({"contract": contract_name(), "tensors": table}))
     draft.replace(target)

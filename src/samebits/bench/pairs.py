@@ -1,0 +1,176 @@
+"""The paired measurement of the two arms on a CPU: vLLM's throughput, and a training step of Megatron Core.
+
+One random Qwen3 for all; each arm's engine and trainer is a process of its own, alive for the whole run.
+"""
+
+import datetime
+import hashlib
+import json
+import os
+import pathlib
+import shlex
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from rich.table import Table
+
+from samebits.errors import SamebitsError
+from samebits.evidence import provenance
+from samebits.evidence.measurement import BENCH
+from samebits.recipe import arms, model
+from samebits.recipe.launch import WHEELS
+from samebits.recipe.warm_start import LOCK
+from samebits.sources.pins import ROOT
+
+from . import engine, trainer
+from .turns import Child, take_turns
+
+SEED = 0
+DECODE, PREFILL, TRAINER = {"at_least": 0.95}, {"at_least": 0.85}, {"at_most": 1.2}
+Say = Callable[[str], None]
+
+
+class BenchError(SamebitsError):
+    """A measurement that cannot be made so."""
+
+
+def engine_arguments(folder: pathlib.Path, compiled: bool) -> dict[str, Any]:
+    """vLLM's arguments, the same for both arms. No prefix cache: each prefill computes its whole prompt."""
+    return {
+        "model": str(folder),
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "max_model_len": 1024,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 1024,
+        "enable_prefix_caching": False,
+        "enforce_eager": not compiled,
+        "seed": SEED,
+    }
+
+
+def measure(layers: int, hidden: int, rounds: int, compiled: bool, say: Say, logs: pathlib.Path) -> dict[str, Any]:
+    """The measurement as a document of schema bench-1. logs: the folder for the processes' logs.
+
+    Raises:
+        SamebitsError: an arm that cannot run here, sizes that no model has, or a process that ended.
+    """
+    if min(layers, hidden, rounds) < 1 or hidden % 128:
+        raise BenchError(
+            f"{layers} layers, hidden {hidden}, {rounds} rounds: give 1 or more of each, hidden a multiple of 128"
+        )
+    environments = {arm: _environment(arm, compiled) for arm in arms.CLAIM}
+    logs.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        weights = pathlib.Path(folder) / "model"
+        model.write_model(weights, SEED, layers, hidden)
+        arguments = engine_arguments(weights, compiled)
+        command = _command(layers, hidden, rounds, compiled)
+        executions = {
+            str(arm): provenance.collect(
+                root=ROOT,
+                lock=LOCK,
+                requirements=WHEELS,
+                arm=arm,
+                runner=arms.runner(environment),
+                config_sha256=hashlib.sha256(
+                    json.dumps({**arguments, "model": "MODEL"}, sort_keys=True).encode()
+                ).hexdigest(),
+                model={
+                    "name": f"random-qwen3-{layers}x{hidden}",
+                    "seed": SEED,
+                    "tokenizer_sha256": hashlib.sha256((weights / "tokenizer.json").read_bytes()).hexdigest(),
+                    "layers": layers,
+                    "hidden": hidden,
+                },
+                command=command,
+                threads=int(environment["OMP_NUM_THREADS"]),
+                environment=environment,
+            )
+            for arm, environment in environments.items()
+        }
+
+        def start(what: str, module: str, job: Mapping[str, Any]) -> dict[int, Child]:
+            children = {}
+            for arm, environment in environments.items():
+                say(f"{what} with BI={arm} starts")
+                log = logs / f"{module.rpartition('.')[2]}-bi{arm}.log"
+                child = stack.enter_context(Child(f"{what} with BI={arm}", module, job, environment, log))
+                child.ready()
+                children[arm] = child
+            return children
+
+        found = take_turns(
+            start("vLLM's engine", "samebits.bench.engine", {"engine": arguments}), engine.WORKLOADS, rounds, say
+        )
+        rows = [
+            _row(workload, "tokens/s", values, PREFILL if workload.startswith("prefill") else DECODE)
+            for workload, values in found.items()
+        ]
+        stack.close()  # the engines give their memory back
+        (steps,) = take_turns(
+            start("Megatron Core's model", "samebits.bench.trainer", {"layers": layers, "hidden": hidden}),
+            [trainer.WORKLOAD],
+            rounds,
+            say,
+        ).values()
+        seconds = {arm: [1 / rate for rate in rates] for arm, rates in steps.items()}
+        rows.append(_row(trainer.WORKLOAD, "s", seconds, TRAINER))
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    return BENCH.build(command=shlex.join(command), date=today, rounds=rounds, rows=rows, executions=executions)
+
+
+def _environment(arm: int, compiled: bool) -> dict[str, str]:
+    environment = arms.environment(arm, os.environ)
+    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in the process that is timed
+    if compiled:
+        del environment["TORCH_COMPILE_DISABLE"]
+    return environment
+
+
+def _command(layers: int, hidden: int, rounds: int, compiled: bool) -> list[str]:
+    words = ["samebits", "bench", "cpu", "--layers", str(layers), "--hidden", str(hidden), "--rounds", str(rounds)]
+    return [*words, "--compiled"] if compiled else words
+
+
+def _row(workload: str, unit: str, values: Mapping[int, list[float]], must: Mapping[str, float]) -> dict[str, Any]:
+    said = {str(arm): [float(f"{value:.4g}") for value in of_arm] for arm, of_arm in values.items()}
+    return {"workload": workload, "unit": unit, "values": said, "must": dict(must)}
+
+
+def ratios(row: Mapping[str, Any]) -> list[float]:
+    """BI=1 ÷ BI=0 of each round: the two were measured next to each other."""
+    return [one / zero for zero, one in zip(row["values"]["0"], row["values"]["1"], strict=True)]
+
+
+def missed(document: Mapping[str, Any]) -> list[str]:
+    """The workloads whose median ratio is not what it must be."""
+    return [row["workload"] for row in document["rows"] if not _kept(row)]
+
+
+def _kept(row: Mapping[str, Any]) -> bool:
+    ratio, must = statistics.median(ratios(row)), row["must"]
+    return bool(ratio >= must.get("at_least", 0) and ratio <= must.get("at_most", ratio))
+
+
+def table(document: Mapping[str, Any]) -> Table:
+    """Medians, in brackets the smallest and the largest; the ratio is of each round's pair."""
+    size = document["executions"]["0"]["model"]
+    drawn = Table(title=f"{size['layers']} layers, hidden {size['hidden']}, {document['rounds']} rounds")
+    for column in ("workload", "unit", "BI=0", "BI=1", "BI=1 ÷ BI=0", "must"):
+        drawn.add_column(column, justify="left" if column in ("workload", "unit") else "right")
+    for row in document["rows"]:
+        figures = [_spread(values, "{:.4g}") for values in (row["values"]["0"], row["values"]["1"])]
+        ((word, bound),) = row["must"].items()
+        colour = "green" if _kept(row) else "red"
+        ratio = f"[{colour}]{_spread(ratios(row), '{:.2f}')}[/]"
+        drawn.add_row(row["workload"], row["unit"], *figures, ratio, f"{'≥' if word == 'at_least' else '≤'} {bound}")
+    return drawn
+
+
+def _spread(values: list[float], form: str) -> str:
+    low, middle, high = (form.format(f(values)) for f in (min, statistics.median, max))
+    return f"{middle} ({low} to {high})"

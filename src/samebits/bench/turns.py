@@ -1,0 +1,109 @@
+"""Processes that take turns: one a arm, kept alive, asked for one workload at a time; the others sleep meanwhile.
+
+A process answers on the standard output that it was started with; what it and its libraries print goes into its log.
+"""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from samebits.recipe.process import RunFailed, first_error
+
+# A turn repeats its workload until this long has passed, so that a clock's or a scheduler's grain does not count.
+TURN_S = 2.0
+PATIENCE_S = 10.0
+
+Workload = Callable[[], int]
+
+
+class Child:
+    """A process that serves workloads (see `serve`), in a session of its own; to be used as a context."""
+
+    def __init__(
+        self, what: str, module: str, job: Mapping[str, Any], environment: Mapping[str, str], log: pathlib.Path
+    ):
+        self.what, self.log = what, log
+        command = [sys.executable, "-m", module, json.dumps(job)]
+        with log.open("wb") as file:
+            self._process = subprocess.Popen(
+                command,
+                env=dict(environment),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                text=True,
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> "Child":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()  # what it waits for: it ends by itself
+        try:
+            self._process.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def ready(self) -> dict[str, Any]:
+        """What the process says of itself once it can serve. RunFailed if it ends before."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            code = self._process.wait()
+            error = first_error(self.log.read_text(errors="replace")) or "its log names no exception"
+            raise RunFailed(self.what, code, error, self.log)
+        return dict(json.loads(line))
+
+    def ask(self, workload: str) -> dict[str, Any]:
+        """{"units": done, "seconds": taken} of one turn. RunFailed if the process ends."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(workload + "\n")
+            self._process.stdin.flush()
+        return self.ready()
+
+
+def serve(make: Callable[[dict[str, Any]], tuple[dict[str, Workload], dict[str, Any]]]) -> None:
+    """The main of such a process. make: its job -> its workloads by name, and what it says of itself.
+
+    A workload does its work once and returns how many units (tokens) it did; it is called once more at the start, for
+    what only the first call does."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    workloads, said = make(json.loads(sys.argv[1]))
+    for workload in workloads.values():
+        workload()
+    print(json.dumps(said), file=answers, flush=True)
+    for line in sys.stdin:
+        units, began = 0, time.perf_counter()
+        while (seconds := time.perf_counter() - began) < TURN_S:
+            units += workloads[line.strip()]()
+        print(json.dumps({"units": units, "seconds": seconds}), file=answers, flush=True)
+    os._exit(0)
+
+
+def take_turns(
+    children: Mapping[int, Child], workloads: Sequence[str], rounds: int, say: Callable[[str], None]
+) -> dict[str, dict[int, list[float]]]:
+    """Units a second of each workload and arm, one number a round. Who begins changes with the round."""
+    rates: dict[str, dict[int, list[float]]] = {w: {arm: [] for arm in children} for w in workloads}
+    for turn in range(rounds):
+        for workload in workloads:
+            order = sorted(children, reverse=turn % 2 == 1)
+            for arm in order:
+                say(f"round {turn + 1} of {rounds}: {workload}, BI={arm}")
+                done = children[arm].ask(workload)
+                rates[workload][arm].append(done["units"] / done["seconds"])
+    return rates

@@ -1,0 +1,14 @@
+"""Measurements: what `samebits bench` found, number by number, and both arms' execution identities, in one file."""
+
+from __future__ import annotations
+
+from samebits.errors import SamebitsError
+
+from .document import Kind
+
+
+class MeasurementError(SamebitsError):
+    """A measurement that cannot be believed: the file, what is wrong with it, what to do."""
+
+
+BENCH = Kind("bench-1", MeasurementError, "measure")

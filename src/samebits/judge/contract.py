@@ -1,0 +1,237 @@
+"""The numerical contract as a table: what each operator computes, in which order, and which test proves it.
+
+`docs/numerical-contract.md` carries the table between two markers; `samebits check contract` compares it, and the
+tests that the rows name, with what is there. An implementation may take another's place only if it passes its row.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from samebits.errors import SamebitsError
+
+NAMESPACE = "batch_invariant"
+NAME = "batch-invariant-cpu-1 lanes16 kv64 fma x86-64-v3"
+# What a library says of itself, as operators.
+NOT_ARITHMETIC = frozenset({"contract", "instruction_set"})
+BEGIN, END = "<!-- begin: made by `samebits check contract --write` -->", "<!-- end -->"
+
+_TESTS = "tests/integration/test_operators_cpu.py"
+_INVARIANCE = (
+    f"{_TESTS}::test_a_row_is_the_same_in_every_batch",
+    f"{_TESTS}::test_each_row_alone_is_the_row_of_the_batch",
+    f"{_TESTS}::test_threads_change_nothing",
+)
+_ROW_TESTS = (*_INVARIANCE, f"{_TESTS}::test_bits_are_the_references", f"{_TESTS}::test_accuracy_against_fp64")
+_SUM = "fp32, 16 lanes: lane l sums elements l, l + 16, …{}; then halves of the lanes are added until one is left"
+_ROWS = "the other rows, their number and order, threads, row strides, vector width"
+_CPU = "CPU: C++, AVX2 and AVX-512"
+
+
+class ContractError(SamebitsError):
+    """A table and a document, or a table and the tests, that do not agree."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One operator. dtypes: inputs to outputs. order: what is accumulated, in which dtype and order. casts: where a
+    value is rounded or widened. fixed: what an implementation may not change. free: what it may. tests: each as
+    FILE::FUNCTION."""
+
+    operator: str
+    dtypes: str
+    order: str
+    casts: str
+    fixed: str
+    free: str
+    implementations: str
+    tests: tuple[str, ...]
+
+
+def _test(*names: str) -> tuple[str, ...]:
+    return tuple(f"{_TESTS}::test_{name}" for name in names)
+
+
+ROWS = (
+    Row(
+        "linear",
+        "bf16 or fp32, weight and bias alike → the same",
+        _SUM.format(" by fused multiply-adds, from +0"),
+        "inputs widened exactly; the bias added in fp32; one rounding to the output",
+        "16 lanes over all of K (filled up with zeros), the tree, no split of K",
+        _ROWS + ", tiles over rows and columns, the other columns",
+        _CPU,
+        (
+            *_ROW_TESTS,
+            *_test("a_column_of_a_linear_is_its_own", "linears_bits_are_those_of_16_lanes"),
+            "tests/cases/test_te_2986.py::test_a_row_is_the_same_at_every_m",
+        ),
+    ),
+    Row(
+        "rms_norm",
+        "bf16 or fp32, gain alike → the same",
+        _SUM.format(" squared, by fused multiply-adds"),
+        "1 / sqrt(sum / D + epsilon) in fp32; x times that, times the gain; one rounding",
+        "16 lanes, the tree, the order of the two products",
+        _ROWS,
+        _CPU,
+        _ROW_TESTS,
+    ),
+    Row(
+        "add_rms_norm",
+        "bf16 or fp32, residual and gain alike → norm and sum, the same",
+        "as rms_norm, of the rounded sum",
+        "x + residual in fp32, rounded; the norm as rms_norm",
+        "the norm is taken of the rounded sum",
+        _ROWS + ", whether the two steps are fused",
+        _CPU,
+        (*_ROW_TESTS, *_test("add_rms_norm_is_the_sum_then_the_norm")),
+    ),
+    Row(
+        "rotary_embedding",
+        "int64 positions; query and key in bf16 or fp32; cosines and sines of any float dtype → query and key",
+        "none: fma(a, cos, -(b · sin)) and fma(b, cos, a · sin), a and b the halves of a head",
+        "all widened to fp32; one rounding",
+        "which product is fused",
+        _ROWS + ", heads flat or apart",
+        _CPU,
+        (*_ROW_TESTS, *_test("rotary_takes_heads_flat_or_apart_and_any_cache_dtype")),
+    ),
+    Row(
+        "silu_and_mul",
+        "bf16 or fp32 → the same, half as wide",
+        "none: gate / (1 + exp(-gate)) · up",
+        "in fp32, exp the contract's own; one rounding",
+        "the polynomial of exp, the division before the product",
+        _ROWS,
+        _CPU,
+        _ROW_TESTS,
+    ),
+    Row(
+        "attention",
+        "bf16 or fp32 → output the same, LSE (natural logarithm) fp32",
+        "a score: one fused multiply-add after another over the head's dimensions. Keys in blocks of 64 from the "
+        "sequence's start: the running maximum, the block's exp summed in 16 lanes and a tree, then "
+        "output · exp(old - new maximum) and one fused multiply-add a key, in order",
+        "inputs widened exactly; scores times the scale, probabilities, sums and output in fp32; output / sum, one "
+        "rounding; LSE = maximum + log(sum)",
+        "the block of 64 keys, counted from the sequence's start; the order within; no split of the keys",
+        "the other requests, which tokens are new (decode, prefill, chunks), threads, the cache's block size, block "
+        "order and strides, tiles over queries, heads side by side",
+        _CPU,
+        (
+            *_test(
+                "decode_is_prefill_is_chunked_prefill",
+                "neighbours_change_nothing",
+                "the_caches_layout_changes_nothing",
+                "a_query_head_reads_its_key_head_alone",
+                "attentions_bits_are_the_references",
+                "attentions_accuracy_against_fp64",
+            ),
+            "tests/cases/test_vllm_51902.py::test_a_neighbours_tenth_token_changes_nothing",
+        ),
+    ),
+    Row(
+        "reshape_and_cache",
+        "bf16 or fp32 → the caches, in place",
+        "none",
+        "none: bits are copied",
+        "slot = block · block size + offset; negative slots are skipped",
+        "the cache's strides",
+        _CPU,
+        _test("reshape_and_cache_writes_each_token_into_its_slot"),
+    ),
+    Row(
+        "log_softmax",
+        "bf16 or fp32 → fp32",
+        "the row's maximum; " + _SUM.format(" of exp(x - maximum)"),
+        "(x - maximum) - log(sum) in fp32, exp and log the contract's own",
+        "16 lanes, the tree, the order of the two differences",
+        _ROWS,
+        _CPU,
+        _ROW_TESTS,
+    ),
+    Row(
+        "selected_log_softmax",
+        "bf16 or fp32 and int64 indices → that entry and the LSE, fp32",
+        "as log_softmax",
+        "as log_softmax; LSE = maximum + log(sum)",
+        "the entry's bits are log_softmax's",
+        _ROWS,
+        _CPU,
+        (*_ROW_TESTS, *_test("selected_log_softmax_is_an_entry_of_log_softmax")),
+    ),
+)
+
+
+def text() -> str:
+    """The generated part of the document: two tables, the arithmetic and its freedom, a row an operator in each."""
+    arithmetic = [(f"`{row.operator}`", row.dtypes, row.order, row.casts) for row in ROWS]
+    proofs = [
+        (
+            f"`{row.operator}`",
+            row.fixed,
+            row.free,
+            row.implementations,
+            "; ".join(f"`{test.rpartition('/')[2]}`" for test in row.tests),
+        )
+        for row in ROWS
+    ]
+    return "\n".join(
+        (
+            f"CPU: `{NAME}`. All operators are `torch.ops.{NAMESPACE}.*`.",
+            "",
+            *_table(("operator", "dtypes", "accumulation and order", "casts"), arithmetic),
+            "",
+            *_table(("operator", "fixed", "may vary", "implementations", "tests"), proofs),
+        )
+    )
+
+
+def _table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
+    lines = [heads, ("---",) * len(heads), *rows]
+    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
+
+
+def missing_tests(root: Path) -> list[str]:
+    """The tests that a row names and that are not there, as OPERATOR: FILE::FUNCTION."""
+    known: dict[str, set[str]] = {}
+    missing = []
+    for row in ROWS:
+        for test in row.tests:
+            file, _, function = test.partition("::")
+            if file not in known:
+                path = root / file
+                tree = ast.parse(path.read_bytes()) if path.is_file() else ast.Module([], [])
+                known[file] = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+            if function not in known[file]:
+                missing.append(f"{row.operator}: {test}")
+    return missing
+
+
+def check(document: Path, root: Path) -> None:
+    """ContractError unless the document's generated part is `text()` and every test that a row names is there."""
+    if missing := missing_tests(root):
+        raise ContractError(
+            f"the contract names tests that are not there: {', '.join(missing)}; correct the row's tests"
+        )
+    if _parts(document)[1] != text():
+        raise ContractError(f"{document}: is not of the table in the code; run `samebits check contract --write`")
+
+
+def write(document: Path) -> None:
+    """Put `text()` between the document's markers."""
+    before, _, after = _parts(document)
+    document.write_text(f"{before}{BEGIN}\n\n{text()}\n\n{END}{after}", encoding="utf-8")
+
+
+def _parts(document: Path) -> tuple[str, str, str]:
+    whole = document.read_text(encoding="utf-8")
+    before, begin, rest = whole.partition(BEGIN)
+    made, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ContractError(f"{document}: the lines `{BEGIN}` and `{END}` are not both there; put them back")
+    return before, made.strip(), after
