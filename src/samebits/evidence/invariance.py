@@ -1,4 +1,4 @@
-"""The document that `samebits check bits` leaves: the counts of each cell of the matrix, and the verdict they support."""
+"""The document that `samebits check bits` leaves: counts for each cell of the matrix, and the verdict they support."""
 
 from samebits.errors import SamebitsError
 

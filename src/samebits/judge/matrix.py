@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 POWERS = tuple(range(1, 12))  # prompts of 2^k - 1, 2^k and 2^k + 1 tokens, up to 2049
-QUICK_POWERS = (3, 4, 5, 6, 7)
+QUICK_POWERS = (3, 5, 7)
 BATCHES = (2, 4, 8, 16, 32, 64)
 QUICK_BATCHES = (2, 8, 32)
 COMPILED_BATCHES, COMPILED_POWERS = (8, 64), (1, 2, 3, 4, 5, 6, 7)
