@@ -77,6 +77,20 @@ class Claim(StrEnum):
     zero = "zero"
 
 
+class Device(StrEnum):
+    """Where the engines of a check run."""
+
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Dtype(StrEnum):
+    """Of activations and weights."""
+
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+
+
 class _Named(Protocol):
     @property
     def file(self) -> str: ...
@@ -379,6 +393,151 @@ def _saying() -> Iterator[Callable[[str], None]]:
         yield say
 
 
+@check.command("bits")
+def check_bits(
+    folder: Annotated[Path, typer.Option("--out", help="a new folder for recordings, logs and invariance.json")],
+    arm: Annotated[list[int] | None, typer.Option(help="0 or 1; repeat for both; default: both")] = None,
+    dtype: Annotated[list[Dtype] | None, typer.Option(help="repeat for both; default: both")] = None,
+    device: Annotated[Device, typer.Option(help="where the engines run")] = Device.cpu,
+    layers: Annotated[int, typer.Option(min=1, help="of the seeded Qwen3")] = 6,
+    hidden: Annotated[int, typer.Option(min=128, help="a multiple of 128")] = 1024,
+    quick: Annotated[bool, typer.Option("--quick", help="fewer and shorter cells, eager only: two minutes")] = False,
+    localise: Annotated[
+        bool, typer.Option("--localise", help="name the first layer and operator of each arm and dtype that differs")
+    ] = False,
+) -> None:
+    """Ask a running engine the same in many ways (batch, prefill, cache, threads, order) and compare the bits.
+
+    The table says mismatched of compared logprobs, a row a cell. OUT/invariance.json is the matrix with its verdict;
+    `samebits judge` judges it again. Exit code 1 if BI=1 has a mismatch, or a cell compared nothing.
+
+    Examples: `samebits check bits --out build/bits`, `samebits check bits --arm 0 --quick --out build/quick`
+    """
+    from samebits.judge import matrix_summary
+    from samebits.probe import invariance, traces
+
+    asked = invariance.Asked(
+        arms=tuple(dict.fromkeys(arm or (0, 1))),
+        dtypes=tuple(dict.fromkeys(map(str, dtype or Dtype))),
+        device=device,
+        layers=layers,
+        hidden=hidden,
+        quick=quick,
+    )
+    with _bar(invariance.steps(asked)) as (say, step):
+        document = invariance.check(asked, folder, say, step)
+    _print_matrix(document)
+    if localise:
+        for cell in invariance.to_localise(document):
+            named, where = traces.of_cell(asked, cell, folder, lambda text: err.print(text, markup=False))
+            said = named.text() if named else "both runs agree when they are traced"
+            out.print(f"arm{cell['arm']}-{cell['dtype']}: {cell['cell']}: {said}; {where}", markup=False)
+    _verdict(document, matrix_summary(document))
+
+
+@check.command("localise")
+def check_localise(
+    folder: Annotated[Path, typer.Option("--out", help="a new folder for traces and the replay")],
+    weights: Annotated[
+        list[Path] | None, typer.Option(help="a model folder; twice for two sides; default: a seeded Qwen3")
+    ] = None,
+    arm: Annotated[list[int] | None, typer.Option(help="0 or 1; twice for two sides")] = None,
+    plant: Annotated[
+        list[int] | None, typer.Option(metavar="SEED", help="try it on a fault drawn from this seed; repeat for more")
+    ] = None,
+    dtype: Annotated[Dtype, typer.Option(help="of activations and weights")] = Dtype.bfloat16,
+    device: Annotated[Device, typer.Option(help="where the engines run")] = Device.cpu,
+    layers: Annotated[int, typer.Option(min=1, help="of the seeded Qwen3")] = 6,
+    hidden: Annotated[int, typer.Option(min=128, help="of the seeded Qwen3, a multiple of 128")] = 1024,
+) -> None:
+    """Compare two runs operator by operator on the same tokens, and name the first layer and operator that differ.
+
+    Two sides are two weight folders or two arms. The operator's inputs are kept: `samebits check replay` runs it again.
+    With --plant one engine runs three times a seed: unchanged, and with one flipped weight bit, operator output or
+    epsilon at a random layer, which must be named. Exit code 1 if the sides differ, or a planted fault is not named.
+
+    Examples: `samebits check localise --plant 1 --plant 2 --out build/planted`,
+    `samebits check localise --weights MODEL --arm 0 --arm 1 --out build/arms`
+    """
+    from samebits.probe import traces
+
+    sides = weights or [traces.model_folder(folder, layers, hidden)]
+    if plant:
+        found = traces.planted(plant, sides[0], folder, (arm or [0])[0], dtype, device)
+        for one in found:
+            state = "[green]named[/]" if one.right else "[red]missed[/]"
+            truth = f"seed {one.truth['seed']}: {one.truth['what']}, {one.truth['module']}"
+            said = one.named.text() if one.named else "nothing"
+            false = f"; the unchanged run: {one.unchanged.text()}" if one.unchanged else ""
+            out.print(f"{state}  {truth}; named: {said}{false}")
+        right = sum(one.right for one in found)
+        out.print(f"{right} of {len(found)} named, {sum(one.unchanged is not None for one in found)} accused unchanged")
+        if right < len(found):
+            raise typer.Exit(1)
+        return
+    left, right_side = traces.two_sides(sides, arm or [0], dtype, device)
+    named = traces.between(left, right_side, folder, lambda text: err.print(text, markup=False))
+    out.print(named.text() if named else "no operator differs, and no weight", markup=False)
+    if named:
+        if (folder / "replay").is_dir():
+            out.print(f"replay: samebits check replay {folder / 'replay' / 'left'} {folder / 'replay' / 'right'}")
+        raise typer.Exit(1)
+
+
+@check.command("replay")
+def check_replay(
+    folders: Annotated[list[Path], typer.Argument(metavar="REPLAY...", help="OUT/replay/left or right of localise")],
+    arm: Annotated[int, typer.Option(help="0 or 1")] = 0,
+    device: Annotated[Device, typer.Option(help="where the operator runs")] = Device.cpu,
+) -> None:
+    """Run a kept operator again on its recorded inputs, and count the output elements that are not the recorded ones.
+
+    Exit code 1 if any is not: the fault is then not in the operator's inputs.
+
+    Example: `samebits check replay build/arms/replay/left build/arms/replay/right`
+    """
+    from samebits.probe import traces
+
+    rows = traces.replay(folders, arm, device)
+    for row in rows:
+        out.print(f"{row['folder']}: {row['operator']}: {row['differ']} of {row['elements']} elements differ")
+    if any(row["differ"] for row in rows):
+        raise typer.Exit(1)
+
+
+def _print_matrix(document: dict[str, Any]) -> None:
+    """The matrix as a table: cells down, arms and dtypes across."""
+    from rich.table import Table
+
+    from samebits.judge import matrix_rows
+
+    head, rows = matrix_rows(document)
+    table = Table(title="logprobs that differ", title_justify="left")
+    for i, name in enumerate(head):
+        table.add_column(name, justify="right" if i else "left", no_wrap=True)
+    for row in rows:
+        # The zero of a row is what one looks for: a mismatch is coloured, in either arm.
+        cells = [text if not i or text.startswith("0 of ") else f"[yellow]{text}[/]" for i, text in enumerate(row)]
+        table.add_row(*cells)
+    out.print(table)
+
+
+@contextmanager
+def _bar(total: int) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
+    """A progress bar of `total` steps: what to call with each phase, and with each step that is done."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
+        task = progress.add_task("starting", total=total)
+
+        def say(phase: str) -> None:
+            progress.update(task, description=phase)
+            err.print(phase, markup=False)
+
+        yield say, lambda: progress.advance(task)
+
+
 def _pairs(texts: list[str] | None, option: str) -> dict[str, str]:
     """KEY=VALUE texts as a table, in their order."""
     pairs = {}
@@ -401,14 +560,20 @@ def judge_command(
 ) -> None:
     """Judge a run from its capsules, or a receipt again from its own counts. The claim is the arm's if none is given.
 
-    Exit code 0 for the verdict pass, 1 for any other.
+    An invariance.json of `samebits check bits` is judged again too. Exit code 0 for the verdict pass, 1 for any other.
 
     Examples: `samebits judge build/loop/bi0`, `samebits judge manifests/evidence/cpu/bi0/receipt.json`
     """
-    from samebits.evidence import provenance, receipt
-    from samebits.judge import judge_run, read_bounds, rejudge, summary
+    from samebits.evidence import invariance, provenance, receipt
+    from samebits.judge import judge_run, matrix_summary, read_bounds, rejudge, rejudge_matrix, summary
     from samebits.recipe import arms, launch
 
+    if folder.name == "invariance.json":
+        matrix = invariance.KIND.read(folder)
+        rejudge_matrix(matrix)
+        _print_matrix(matrix)
+        _verdict(matrix, matrix_summary(matrix))
+        return
     bounds = read_bounds(launch.BOUNDS)
     if folder.is_dir():
         if (folder / "receipt.json").is_file() and not (folder / "capsules").is_dir():

@@ -5,6 +5,19 @@ judges cannot change how it judges.
 """
 
 from .compare import Comparison, compare
+from .invariance import judge_recordings, matrix_rows, matrix_summary, rejudge_matrix
 from .verdict import JudgeError, judge_run, read_bounds, rejudge, summary
 
-__all__ = ["Comparison", "JudgeError", "compare", "judge_run", "read_bounds", "rejudge", "summary"]
+__all__ = [
+    "Comparison",
+    "JudgeError",
+    "compare",
+    "judge_recordings",
+    "judge_run",
+    "matrix_rows",
+    "matrix_summary",
+    "read_bounds",
+    "rejudge",
+    "rejudge_matrix",
+    "summary",
+]

@@ -265,7 +265,7 @@ def _run(planned: Plan, contract: str | None, out: pathlib.Path, say: Say) -> di
         command=planned.command,
         threads=int(environment["OMP_NUM_THREADS"]),
         contract=contract,
-        kernels=_kernels(),
+        kernels=kernels(),
         environment=environment,
     )
     provenance.write(out / "execution.json", identity)
@@ -300,7 +300,7 @@ def _since(moment: float) -> float:
     return round(time.monotonic() - moment, 1)
 
 
-def _kernels() -> dict[str, str]:
+def kernels() -> dict[str, str]:
     """What torch's own kernels dispatch on here."""
     import torch
 

@@ -1,0 +1,52 @@
+"""What a device needs to run the matrix: the environment of an engine's process and the arguments that are its own.
+
+Everything else about the matrix is the same on every device.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from samebits.errors import SamebitsError
+from samebits.recipe import arms
+
+
+class DeviceError(SamebitsError):
+    """A device that the probes do not know."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """environment: of an engine's process, whole. arguments: of vLLM's LLM, besides those of the matrix."""
+
+    name: str
+    environment: dict[str, str]
+    arguments: dict[str, Any]
+    profile: str  # of the lock and the wheels
+
+
+def device(name: str, arm: int, base: Mapping[str, str] = os.environ) -> Device:
+    """The device of an arm. DeviceError for an unknown name, ArmError for an arm that cannot run."""
+    common = {
+        # The engine runs in the process that asks it, so that its scheduler's steps and its operators can be seen.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+    if name == "cpu":
+        environment = {**arms.environment(arm, base), **common}
+        # The matrix says per engine whether it compiles. Inductor need not try whether the vector instructions work.
+        environment.pop("TORCH_COMPILE_DISABLE", None)
+        return Device(name, {**environment, "TORCHINDUCTOR_VEC_ISA_OK": "1"}, {}, "cpu")
+    if name == "cuda":
+        said = base.get(arms.SWITCH, str(arm))
+        if said != str(arm):
+            raise DeviceError(f"{arms.SWITCH}={said} in the environment contradicts --arm {arm}: unset it")
+        environment = {**base, **common, arms.SWITCH: str(arm)}
+        return Device(name, environment, {"gpu_memory_utilization": 0.5}, "gpu")
+    raise DeviceError(f"--device {name}: give cpu or cuda")

@@ -1,0 +1,298 @@
+"""The C3 matrix on a running engine: makes the engines and requests that `samebits.judge.matrix` names, and records.
+
+Every engine runs in a child process on one small seeded Qwen3. Requests are fixed by their names, so that two engines
+are asked the same. What was said lies in OUT/recordings/armN-DTYPE/ENGINE.said.json; nothing is judged here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pathlib
+import random
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from samebits.errors import SamebitsError
+from samebits.evidence import provenance, strictjson
+from samebits.evidence.invariance import KIND
+from samebits.judge import judge_recordings, matrix
+from samebits.recipe import arms, launch, process
+from samebits.sources.pins import ROOT
+
+from .device import Device, device
+from .engine import SUFFIX
+from .weights import VOCABULARY_SIZE, write_weights
+
+SEED = 3
+DTYPES = ("bfloat16", "float32")
+FORCED = 7  # the token that a prompt of the power-of-two cells is answered with: so all are prefixes of one text
+ANSWER, FORCED_ANSWER = 6, 4
+VICTIMS = (5, 20, 70)
+# 9 and 10 are the two sides of a tile that a neighbour's prefill once flipped.
+NEIGHBOURS = (1, 9, 10, 3, 16, 2, 7, 33, 4, 12)
+SAMPLE, QUICK_SAMPLE = (3, 9, 17, 33, 65, 200), (3, 40, 65)
+PREFIXES = (40, 70, 100)
+CROWD = 6  # requests that need one more block each at the same step, from a cache that has one to spare
+
+Requests = list[dict[str, Any]]
+Say = Callable[[str], None]
+
+
+class OutputInUse(SamebitsError):
+    """The output folder holds something already."""
+
+
+class ModelError(SamebitsError):
+    """A model that cannot be made."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One process of the matrix. group: engines that share one interpreter, each in a process forked from it."""
+
+    name: str
+    arguments: dict[str, Any]
+    says: dict[str, Requests]
+    threads: int = 0
+    group: str = "eager"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a person asked for. model: the geometry; arms and dtypes in the order of the table."""
+
+    arms: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    device: str = "cpu"
+    layers: int = 6
+    hidden: int = 1024
+    quick: bool = False
+
+
+def _prompt(name: str, length: int) -> list[int]:
+    return random.Random(name).choices(range(VOCABULARY_SIZE), k=length)
+
+
+def _request(name: str, length: int, **more: Any) -> dict[str, Any]:
+    return {"id": name, "prompt": _prompt(name, length), "answer": ANSWER, "seed": len(name) + length, **more}
+
+
+def _one_by_one(requests: Requests) -> Requests:
+    """Each enters when the former is done."""
+    return [{**one, "after": 10**6} for one in requests]
+
+
+def _batches(sizes: Sequence[int]) -> dict[str, Requests]:
+    victims = [_request(f"victim-{n}", n) for n in VICTIMS]
+    crowd = [_request(f"neighbour-{i}", NEIGHBOURS[i % len(NEIGHBOURS)]) for i in range(max(sizes))]
+    says = {"alone": _one_by_one(victims)}
+    for size in sizes:
+        few = victims if size >= 4 else victims[1:2]
+        # The victims stand in the middle of their neighbours, not in front.
+        before = (size - len(few)) // 2
+        says[f"batch-{size}"] = [*crowd[:before], *few, *crowd[before : size - len(few)]]
+    return says
+
+
+def _joined() -> Requests:
+    """Neighbours of 9, 10 and more tokens enter while the victims decode."""
+    victims = [_request(f"victim-{n}", n) for n in VICTIMS]
+    return [*victims, *(_request(f"late-{n}", n, after=2 + i % 3) for i, n in enumerate((9, 10, 33, 2)))]
+
+
+def _powers(powers: Sequence[int]) -> dict[str, Requests]:
+    lengths = sorted({n for power in powers for n in matrix.lengths(power)})
+    text = _prompt("whole", lengths[-1] + FORCED_ANSWER)
+    for n in lengths:
+        text[n : n + FORCED_ANSWER] = [FORCED] * FORCED_ANSWER
+    more = {"answer": FORCED_ANSWER, "seed": 0, "allowed": [FORCED], "prompt_logprobs": True}
+    prompts = [{"id": f"prompt-{n}", "prompt": text[:n], **more} for n in lengths]
+    whole = {"id": matrix.WHOLE, "prompt": text, "answer": 1, "seed": 0, "prompt_logprobs": True}
+    return {"prompts": _one_by_one(prompts), matrix.WHOLE: [whole]}
+
+
+def _sample(lengths: Sequence[int]) -> Requests:
+    return [_request(f"sample-{n}", n, prompt_logprobs=True) for n in lengths]
+
+
+def engines(quick: bool) -> list[Engine]:
+    """The processes of one arm and dtype, with all that they are asked."""
+    powers, batches = (matrix.QUICK_POWERS, matrix.QUICK_BATCHES) if quick else (matrix.POWERS, matrix.BATCHES)
+    sample = _sample(QUICK_SAMPLE if quick else SAMPLE)
+    prefixes = [_request(f"prefix-{n}", n) for n in PREFIXES]
+    crowd = [_request(f"crowd-{i}", 28 + i % 3, answer=8) for i in range(CROWD)]
+    asked = {"sample": sample}
+    room = matrix.lengths(max(powers))[-1] + FORCED_ANSWER + 1
+    base = {
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "max_num_seqs": max(matrix.BATCHES),
+        "max_model_len": max(512, room),
+        # One step takes the longest prompt, or all prompts of the largest batch, whole. An engine warms up with as
+        # many tokens as a step takes, which on a slow machine takes longest: no budget is larger than needed.
+        "max_num_batched_tokens": max(400 if quick else 800, room),
+    }
+    small = {**base, "max_model_len": 256, "max_num_batched_tokens": 256 if quick else 400}
+    made = [
+        Engine(
+            "base",
+            base,
+            {
+                **_batches(batches),
+                "joined": _joined(),
+                **_powers(powers),
+                **asked,
+                "reversed": sample[::-1],
+                "prefixes": prefixes,
+                "crowd": crowd,
+            },
+        ),
+        *(
+            Engine(f"chunks-{n}", {**small, "max_num_batched_tokens": n, "max_num_seqs": min(n, 64)}, asked)
+            for n in (matrix.QUICK_BUDGETS if quick else matrix.BUDGETS)
+        ),
+        Engine(
+            "prefix",
+            {**small, "enable_prefix_caching": True, "block_size": 32},
+            {"cold": prefixes, "warm": prefixes},
+        ),
+        Engine(
+            "small-cache",
+            {**small, "block_size": 32, "num_gpu_blocks_override": CROWD + 2, "max_model_len": 128},
+            {"crowd": crowd},
+        ),
+        Engine("one-thread", small, asked, threads=1),
+        Engine("second", small, asked, group="second"),
+    ]
+    if not quick:
+        says = {
+            **_batches(matrix.COMPILED_BATCHES),
+            **_powers(matrix.COMPILED_POWERS),
+            **asked,
+            "reversed": sample[::-1],
+        }
+        compiled = {**small, "enforce_eager": False, "max_num_batched_tokens": 800}
+        made.append(Engine("compiled", compiled, says, group="compiled"))
+    return made
+
+
+def steps(asked: Asked) -> int:
+    """How many engines `record` runs."""
+    return len(asked.arms) * len(asked.dtypes) * len(engines(asked.quick))
+
+
+def check(asked: Asked, out: pathlib.Path, say: Say = print, step: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """Record the matrix and have it judged: the document is also OUT/invariance.json. Raises as `record` does."""
+    record(asked, out, say, step)
+    document = judge_recordings(out, asked.quick)
+    KIND.write(out / "invariance.json", document)
+    return document
+
+
+def to_localise(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of each arm and dtype the first eager cell that differs."""
+    found: dict[tuple[int, str], dict[str, Any]] = {}
+    for cell in document["cells"]:
+        if cell["mismatched"] and cell["first"] and "compiled" not in cell["cell"]:
+            found.setdefault((cell["arm"], cell["dtype"]), cell)
+    return list(found.values())
+
+
+def command(asked: Asked) -> list[str]:
+    """What a person types to get the same."""
+    words = ["samebits", "check", "bits", "--out", "OUT", "--device", str(asked.device)]
+    words += [word for arm in asked.arms for word in ("--arm", str(arm))]
+    words += [word for dtype in asked.dtypes for word in ("--dtype", dtype)]
+    words += ["--layers", str(asked.layers), "--hidden", str(asked.hidden)]
+    return [*words, "--quick"] if asked.quick else words
+
+
+def record(asked: Asked, out: pathlib.Path, say: Say = print, step: Callable[[], None] = lambda: None) -> None:
+    """Run the matrix and leave OUT/recordings, with an execution.json for each arm.
+
+    say is told each phase, step is called once for each engine that is done.
+
+    Raises:
+        SamebitsError: an arm or a device that cannot run, a folder in use, or a child that failed.
+    """
+    if asked.hidden % 128:
+        raise ModelError(f"--hidden {asked.hidden}: give a multiple of 128")
+    devices = {arm: device(str(asked.device), arm) for arm in asked.arms}
+    if out.exists() and any(out.iterdir()):
+        raise OutputInUse(f"{out} is not empty: choose another --out, or remove it")
+    out.mkdir(parents=True, exist_ok=True)
+    weights = out / "weights"
+    say(f"weights: a seeded Qwen3 of {asked.layers} layers, hidden {asked.hidden}")
+    write_weights(weights, SEED, asked.layers, asked.hidden)
+    for arm in asked.arms:
+        _record_arm(asked, arm, devices[arm], weights, out, say, step)
+    shutil.rmtree(weights)
+
+
+def _record_arm(
+    asked: Asked, arm: int, on: Device, weights: pathlib.Path, out: pathlib.Path, say: Say, step: Callable[[], None]
+) -> None:
+    made = engines(asked.quick)
+    groups: dict[str, list[pathlib.Path]] = {}
+    for dtype in asked.dtypes:
+        folder = out / "recordings" / f"arm{arm}-{dtype}"
+        folder.mkdir(parents=True)
+        for one in made:
+            job = folder / f"{one.name}.job.json"
+            arguments = {"model": str(weights), "dtype": dtype, **on.arguments, **one.arguments}
+            task = {"name": one.name, "engine": arguments, "threads": one.threads, "says": one.says}
+            job.write_text(json.dumps(task))
+            groups.setdefault(one.group, []).append(job)
+    for group, jobs in groups.items():
+        say(f"BI={arm}: {group} engines, {len(jobs)}")
+        left = {job.with_name(job.name.removesuffix(".job.json") + SUFFIX) for job in jobs}
+
+        def watch(left: set[pathlib.Path] = left) -> None:
+            for done in [file for file in left if file.is_file()]:
+                left.remove(done)
+                step()
+
+        words = [sys.executable, "-m", "samebits.probe.engine", *map(str, jobs)]
+        log = out / f"arm{arm}-{group}.log"
+        process.run(words, on.environment, log, watch, f"BI={arm}, {group} engines")
+    for job in (job for jobs in groups.values() for job in jobs):
+        job.unlink()
+    facts = strictjson.loads((out / "recordings" / f"arm{arm}-{asked.dtypes[0]}" / f"base{SUFFIX}").read_bytes())
+    identity = provenance.collect(
+        root=ROOT,
+        lock=ROOT / "manifests" / "locks" / f"{on.profile}.txt",
+        requirements=ROOT / "build" / "wheels" / on.profile / "requirements.txt",
+        arm=arm,
+        runner=arms.runner({arms.RUNNER_SWITCH: "0", **on.environment}),
+        config_sha256=_plan_sha256(made),
+        model=_model(asked),
+        command=command(asked),
+        device=str(asked.device),
+        device_name=facts["facts"]["device_name"],
+        threads=facts["facts"]["threads"],
+        contract=facts["facts"]["contract"],
+        kernels=launch.kernels(),
+        environment=on.environment,
+    )
+    provenance.write(out / "recordings" / f"arm{arm}.execution.json", identity)
+
+
+def _plan_sha256(made: list[Engine]) -> str:
+    return hashlib.sha256(json.dumps([vars(one) for one in made], sort_keys=True).encode()).hexdigest()
+
+
+def _model(asked: Asked) -> dict[str, Any]:
+    from samebits.recipe import model
+
+    words = json.dumps(model.VOCABULARY).encode()
+    return {
+        "name": f"qwen3-{asked.layers}x{asked.hidden}-random",
+        "seed": SEED,
+        "tokenizer_sha256": hashlib.sha256(words).hexdigest(),
+        "layers": asked.layers,
+        "hidden": asked.hidden,
+    }
