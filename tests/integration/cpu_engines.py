@@ -105,7 +105,7 @@ def run_script(script: str, job: pathlib.Path, release: pathlib.Path | None = No
         "PYTHONPATH": str(release or ""),
         "PYTHONPYCACHEPREFIX": str(job.parent / "bytecode"),  # the engines after the first start in half the time
         "TORCHINDUCTOR_VEC_ISA_OK": "1",  # takes the vector instructions as the kernel reports them, without a trial
-        "VLLM_CACHE_ROOT": str(job.parent / "cache"),
+        "VLLM_CACHE_ROOT": str(job.parent / ("cache" if release is None else "cache-of-release")),
         "VLLM_NO_USAGE_STATS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }

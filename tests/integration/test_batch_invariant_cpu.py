@@ -33,47 +33,14 @@ ENGINES: dict[str, dict[str, Any]] = {
     },
     "compiled-float32": {"dtype": "float32", "enforce_eager": False},
 }
-# What moves values, or compares integers, and rounds nothing.
+# What only moves values.
 MOVES = {
-    "alias",
-    "as_strided",
-    "chunk",
-    "clone",
-    "contiguous",
-    "copy_",
-    "detach",
-    "embedding",
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "expand",
-    "fill_",
-    "flatten",
-    "index_select",
-    "narrow",
-    "new_empty",
-    "reshape",
-    "resize_",
-    "select",
-    "slice",
-    "split",
-    "split_with_sizes",
-    "squeeze",
-    "t",
-    "to",
-    "transpose",
-    "unsqueeze",
-    "view",
-    "view_as",
-    "zero_",
+    "_reshape_alias", "_to_copy", "_unsafe_view", "alias", "as_strided", "chunk", "clone", "contiguous", "copy_",
+    "detach", "embedding", "empty", "empty_like", "empty_strided", "expand", "fill_", "flatten", "index_select",
+    "lift_fresh", "narrow", "new_empty", "reshape", "resize_", "resolve_conj", "resolve_neg", "select", "slice",
+    "split", "split_with_sizes", "squeeze", "t", "to", "transpose", "unsqueeze", "view", "view_as", "zero_",
     "zeros",
-    "_reshape_alias",
-    "_to_copy",
-    "_unsafe_view",
-    "lift_fresh",
-    "resolve_conj",
-    "resolve_neg",
-}
+}  # fmt: skip
 CONTRACT = {"linear", "rms_norm", "add_rms_norm", "rotary_embedding", "silu_and_mul", "attention", "log_softmax"}
 
 

@@ -154,7 +154,7 @@ def main(job: pathlib.Path) -> None:
     code: list[str] = []
     if any("code" in step for step in task["steps"]):
         GraphLowering.save_output_code = staticmethod(code.append)
-        torch._inductor.config.force_disable_caches = True  # code from a cache is not generated
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(job / "inductor")  # code from a cache is not generated
     llm = LLM(**settings)
     results: list[Any] = []
     for step in task["steps"]:
