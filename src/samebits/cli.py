@@ -650,7 +650,7 @@ def bench_cpu(
 
     Example: `samebits bench cpu --out manifests/evidence/cpu/bench.json`
     """
-    from samebits import bench as room
+    from samebits.bench import pairs
     from samebits.evidence.measurement import BENCH
 
     with err.status("starting") as status:
@@ -660,12 +660,12 @@ def bench_cpu(
             if not err.is_terminal:
                 err.print(phase, markup=False)
 
-        document = room.measure(layers, hidden, rounds, compiled, say, ROOT / "build" / "bench")
-    out.print(room.table(document))
+        document = pairs.measure(layers, hidden, rounds, compiled, say, ROOT / "build" / "bench")
+    out.print(pairs.table(document))
     if record is not None:
         BENCH.write(record, document)
         out.print(f"{record}", markup=False)
-    if slow := room.missed(document):
+    if slow := pairs.missed(document):
         err.print(f"error: not what it must be: {'; '.join(slow)}", style="red", markup=False)
         raise typer.Exit(1)
 

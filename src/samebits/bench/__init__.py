@@ -1,9 +1,5 @@
 """Paired measurement: both arms in one run, each in a process of its own, taking turns on the same processors.
 
 `turns` is the taking of turns, `engine` and `trainer` are what the processes do, `pairs` is the command behind
-``samebits bench cpu``. Only the processes import vLLM and Megatron Core.
+``samebits bench cpu``. Only the processes import vLLM and Megatron Core, and they import little else.
 """
-
-from .pairs import measure, missed, table
-
-__all__ = ["measure", "missed", "table"]

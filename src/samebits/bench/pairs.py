@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 from samebits.errors import SamebitsError
@@ -157,20 +158,26 @@ def _kept(row: Mapping[str, Any]) -> bool:
 
 
 def table(document: Mapping[str, Any]) -> Table:
-    """Medians, in brackets the smallest and the largest; the ratio is of each round's pair."""
+    """Medians, each with the half of its range in percent; the ratio is of each round's pair."""
     size = document["executions"]["0"]["model"]
-    drawn = Table(title=f"{size['layers']} layers, hidden {size['hidden']}, {document['rounds']} rounds")
-    for column in ("workload", "unit", "BI=0", "BI=1", "BI=1 ÷ BI=0", "must"):
-        drawn.add_column(column, justify="left" if column in ("workload", "unit") else "right")
+    drawn = Table(
+        title=f"{size['layers']} layers, hidden {size['hidden']}, {document['rounds']} rounds", box=box.SIMPLE
+    )
+    drawn.add_column("workload")
+    for column in ("BI=0", "BI=1", "BI=1 ÷ BI=0", "must"):
+        drawn.add_column(column, justify="right", no_wrap=True)
     for row in document["rows"]:
-        figures = [_spread(values, "{:.4g}") for values in (row["values"]["0"], row["values"]["1"])]
         ((word, bound),) = row["must"].items()
         colour = "green" if _kept(row) else "red"
-        ratio = f"[{colour}]{_spread(ratios(row), '{:.2f}')}[/]"
-        drawn.add_row(row["workload"], row["unit"], *figures, ratio, f"{'≥' if word == 'at_least' else '≤'} {bound}")
+        drawn.add_row(
+            f"{row['workload']}, {row['unit']}",
+            *(_spread(row["values"][arm], "{:.3g}") for arm in ("0", "1")),
+            f"[{colour}]{_spread(ratios(row), '{:.2f}')}[/]",
+            f"{'≥' if word == 'at_least' else '≤'} {bound:.2f}",
+        )
     return drawn
 
 
 def _spread(values: list[float], form: str) -> str:
-    low, middle, high = (form.format(f(values)) for f in (min, statistics.median, max))
-    return f"{middle} ({low} to {high})"
+    middle = statistics.median(values)
+    return f"{form.format(middle)} ±{50 * (max(values) - min(values)) / middle:.0f}%"

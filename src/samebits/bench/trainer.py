@@ -10,7 +10,7 @@ from typing import Any
 from .turns import Workload, serve
 
 SEQUENCES, LENGTH = 4, 64
-WORKLOAD = f"trainer, forward and backward of {SEQUENCES} x {LENGTH} tokens"
+WORKLOAD = f"trainer step, {SEQUENCES} x {LENGTH} tokens"
 
 
 def _make(job: dict[str, Any]) -> tuple[dict[str, Workload], dict[str, Any]]:
