@@ -1,8 +1,9 @@
 """Takes two training steps with Megatron Core's own classes on a CPU and saves what they computed.
 
-    python megatron_steps.py OUT PACKAGES [--shims]
+    python megatron_steps.py OUT PACKAGES [--shims | --aligned]
 OUT: folder for one `<case>.pt` a case. PACKAGES: the folder from which `megatron` has to come. With --shims an
 unpatched Megatron Core runs: torch itself is told, for this process alone, to answer as if the CPU were a CUDA device.
+With --aligned the aligned layer spec runs, in cases of its own, else the local one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -32,9 +33,11 @@ class Case:
     distributed_optimizer: bool = False
     per_token_loss: bool = False
     count_zeros: bool = False
-    recompute: bool = False
+    recompute: Literal["full", "selective"] | None = None
     dropout: float = 0.0
     sharded_checkpoint: bool = False
+    aligned: bool = False
+    tied: bool = False
 
 
 CASES = {
@@ -47,10 +50,21 @@ CASES = {
 # No pair under shims: dropout draws from the tracker of random states, which is off there; recomputation runs inside of
 # autograd and a sharded checkpoint in processes of its own, where torch's function modes do not reach.
 PATCHED_CASES = {
-    "bf16-recompute": Case(recompute=True),
+    "bf16-recompute": Case(recompute="full"),
     "bf16-sharded-checkpoint": Case(sharded_checkpoint=True),
     "bf16-dropout": Case(dropout=0.1),
-    "bf16-dropout-recompute": Case(dropout=0.1, recompute=True),
+    "bf16-dropout-recompute": Case(dropout=0.1, recompute="full"),
+}
+
+ALIGNED_CASES = {
+    "bf16": Case(aligned=True),
+    "bf16-tied": Case(aligned=True, tied=True),
+    "bf16-distributed": Case(aligned=True, distributed_optimizer=True),
+    "bf16-recompute": Case(aligned=True, recompute="full"),
+    "bf16-recompute-attention": Case(aligned=True, recompute="selective"),
+    "bf16-sharded-checkpoint": Case(aligned=True, sharded_checkpoint=True),
+    "fp32": Case(dtype=torch.float32, aligned=True),
+    "fp32-tied": Case(dtype=torch.float32, aligned=True, tied=True),
 }
 
 
@@ -67,6 +81,19 @@ class _CpuAnswersAsCuda(torch.overrides.TorchFunctionMode):
         if func is torch.Tensor.type and isinstance(out, str):
             return out.replace("torch.", "torch.cuda.", 1)
         return out
+
+
+def _multiply_by_columns() -> None:
+    """Multiplies gradients [S, B, N] by BF16 weights as the patch does where oneDNN cannot: the bits depend on that."""
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return
+    product = torch.Tensor.matmul
+
+    def matmul(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
+        by_columns = one.dim() == 3 and two.dim() == 2 and two.dtype == torch.bfloat16
+        return product(one, two.t().contiguous().t() if by_columns else two)
+
+    torch.Tensor.matmul = matmul  # type: ignore[assignment,method-assign]
 
 
 def batches() -> list[dict[str, torch.Tensor]]:
@@ -121,19 +148,26 @@ def _build(case: Case, shims: bool) -> tuple[Any, Any, Any]:
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
         calculate_per_token_loss=case.per_token_loss,
-        recompute_granularity="full" if case.recompute else None,
-        recompute_method="uniform" if case.recompute else None,
-        recompute_num_layers=1 if case.recompute else None,
+        recompute_granularity=case.recompute,
+        recompute_method="uniform" if case.recompute == "full" else None,
+        recompute_num_layers=1 if case.recompute == "full" else None,
         use_cpu_initialization=True,
     )
+    spec: Any
+    if case.aligned:
+        from megatron.core.models.gpt.gpt_aligned_layer_specs import get_gpt_aligned_block_spec
+
+        spec = get_gpt_aligned_block_spec(config)
+    else:
+        spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
     model = GPTModel(
         config,
-        get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm"),
+        spec,
         VOCAB,
         SEQ,
         position_embedding_type="rope",
         rotary_base=ROPE_BASE,
-        share_embeddings_and_output_weights=False,
+        share_embeddings_and_output_weights=case.tied,
     )
     with torch.no_grad():  # gains that start at one would hide a missing or doubled gain
         for name, parameter in model.named_parameters():
@@ -184,15 +218,21 @@ def _build(case: Case, shims: bool) -> tuple[Any, Any, Any]:
     return ddp, optimizer, scheduler
 
 
-def _forward_step(per_token: bool, iterator: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[torch.Tensor, Any]:
+def _forward_step(case: Case, iterator: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[torch.Tensor, Any]:
     batch = next(iterator)
     positions = torch.arange(SEQ).expand_as(batch["tokens"])
-    losses = model(input_ids=batch["tokens"], position_ids=positions, attention_mask=None, labels=batch["labels"])
+    forward = partial(model, input_ids=batch["tokens"], position_ids=positions, attention_mask=None)
+    if case.aligned:
+        from megatron.core.transformer.aligned.functions import selected_log_prob
+
+        losses = -selected_log_prob(forward(), batch["labels"])
+    else:
+        losses = forward(labels=batch["labels"])
 
     def loss_func(output: torch.Tensor) -> tuple[Any, ...]:
         output = output.float()
         report = {"loss": output.detach().mean()}
-        if per_token:
+        if case.per_token_loss:
             return output.sum(), torch.tensor(output.numel(), dtype=torch.int), report
         return output.mean(), report
 
@@ -207,7 +247,7 @@ def _train_step(case: Case, ddp: Any, optimizer: Any, scheduler: Any) -> dict[st
     start = time.perf_counter()
     run = partial(
         get_forward_backward_func(),
-        forward_step_func=partial(_forward_step, case.per_token_loss),
+        forward_step_func=partial(_forward_step, case),
         model=[ddp],
         num_microbatches=MICRO_BATCHES,
         seq_length=SEQ,
@@ -299,6 +339,7 @@ def main() -> None:
     parser.add_argument("out", type=pathlib.Path)
     parser.add_argument("packages", type=pathlib.Path)
     parser.add_argument("--shims", action="store_true")
+    parser.add_argument("--aligned", action="store_true")
     arguments = parser.parse_args()
     if torch.cuda.is_available():
         sys.exit("megatron_steps: this check is of a machine without CUDA; hide the devices by CUDA_VISIBLE_DEVICES=''")
@@ -308,6 +349,7 @@ def main() -> None:
         torch.cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()
         torch.cuda.random.get_rng_state = torch.cuda.get_rng_state
         _CpuAnswersAsCuda().__enter__()
+        _multiply_by_columns()
     import megatron.core
     from megatron.core import parallel_state
 
@@ -319,7 +361,8 @@ def main() -> None:
     torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
     parallel_state.initialize_model_parallel()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    for name, case in CASES.items() if arguments.shims else (CASES | PATCHED_CASES).items():
+    cases = ALIGNED_CASES if arguments.aligned else CASES if arguments.shims else CASES | PATCHED_CASES
+    for name, case in cases.items():
         torch.save(run_case(case, arguments.shims), arguments.out / f"{name}.pt")
     torch.distributed.destroy_process_group()
 

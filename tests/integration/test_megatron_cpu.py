@@ -7,11 +7,8 @@ patched source with the release's source where CUDA is available (every statemen
 from __future__ import annotations
 
 import ast
-import importlib.util
 import math
-import os
 import pathlib
-import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
@@ -19,18 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_steps import (
-    CASES,
-    EPS,
-    GROUPS,
-    HEAD_DIM,
-    HEADS,
-    LAYERS,
-    PATCHED_CASES,
-    ROPE_BASE,
-    SEQ,
-    batches,
-)
+from megatron_reference import TOLERANCE, Result, errors, installed, reference, run, same, unequal
+from megatron_steps import CASES, PATCHED_CASES, ROPE_BASE
 
 from samebits.sources.fetch import fetch
 from samebits.sources.patching import plan_patch
@@ -38,26 +25,7 @@ from samebits.sources.patchset import load_series
 from samebits.sources.pins import load_pins
 
 REPOSITORY = pathlib.Path(__file__).parents[2]
-STEPS = pathlib.Path(__file__).with_name("megatron_steps.py")
 UPSTREAM, BASE, PATCH = "Megatron-LM", "0.19.2", "0001-cpu-training"
-
-# Relative L2 error of a gradient whose path crosses N roundings, each independent and at most the unit roundoff u:
-# about u * sqrt(N). N is 14 a layer (two norms, q/k norms, RoPE, scores, softmax, context, four GEMMs, gate, two
-# residuals) and 4 outside, forward and again backward. FP32 sums of a few hundred terms round as well, hence N in place
-# of its root there.
-ROUNDINGS = 2 * (14 * LAYERS + 4)
-TOLERANCE = {torch.bfloat16: 2**-8 * math.sqrt(ROUNDINGS), torch.float32: 2**-24 * ROUNDINGS}
-
-Result = dict[str, Any]
-
-
-def _run(out: pathlib.Path, packages: pathlib.Path, *flags: str) -> dict[str, Result]:
-    environment = {**os.environ, "PYTHONPATH": str(packages), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(STEPS), str(out), str(packages), *flags]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, f"{' '.join(command)}\n{done.stderr[-3000:]}"
-    assert "RNG state changed within GPU RNG context" not in done.stderr
-    return {path.stem: torch.load(path, weights_only=False) for path in out.glob("*.pt")}
 
 
 @pytest.fixture(scope="module")
@@ -73,40 +41,13 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 @pytest.fixture(scope="module")
 def patched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     """What the installed, patched Megatron Core computes."""
-    spec = importlib.util.find_spec("megatron.core")
-    assert spec is not None and spec.origin is not None, "megatron-core is not installed: install the patched wheels"
-    return _run(tmp_path_factory.mktemp("patched"), pathlib.Path(spec.origin).parents[2])
+    return run(tmp_path_factory.mktemp("patched"), installed())
 
 
 @pytest.fixture(scope="module")
 def shimmed(tmp_path_factory: pytest.TempPathFactory, release: pathlib.Path) -> dict[str, Result]:
     """What the release computes when torch is told to answer as if the CPU were a CUDA device."""
-    return _run(tmp_path_factory.mktemp("shimmed"), release, "--shims")
-
-
-def _plain(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
-
-
-def _same(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Equal dtype, shape and bits, of finite values."""
-    if one.dtype != two.dtype or one.shape != two.shape or not one.numel() or not torch.isfinite(one).all():
-        return False
-    bits = {2: torch.int16, 4: torch.int32}[one.element_size()]
-    return torch.equal(one.contiguous().view(bits), two.contiguous().view(bits))
-
-
-def _unequal(one: Any, two: Any, path: str = "") -> list[str]:
-    """The places at which two results differ by a bit."""
-    if isinstance(one, torch.Tensor):
-        return [] if _same(one, two) else [path]
-    if isinstance(one, dict):
-        if one.keys() != two.keys():
-            return [f"{path}: keys {sorted(one.keys() ^ two.keys())}"]
-        return [place for key in one for place in _unequal(one[key], two[key], f"{path}/{key}") if key != "seconds"]
-    if isinstance(one, list):
-        return [p for n, (a, b) in enumerate(zip(one, two, strict=True)) for p in _unequal(a, b, f"{path}/{n}")]
-    return [] if one == two else [f"{path}: {one} against {two}"]
+    return run(tmp_path_factory.mktemp("shimmed"), release, "--shims")
 
 
 def _tensors(result: Any) -> list[torch.Tensor]:
@@ -146,7 +87,7 @@ def test_the_parameter_is_its_fp32_main_rounded(patched: dict[str, Result], name
         for parameter, main in step["mains"].items():
             master = step["parameters"][parameter]
             assert main.dtype == torch.float32 and master.dtype == dtype
-            assert _same(main.to(dtype), master), parameter
+            assert same(main.to(dtype), master), parameter
             assert not torch.equal(main, before_mains[parameter]), f"the FP32 main of {parameter} did not change"
             changed += not torch.equal(master, before[parameter])
         print(f"{name}: {len(step['mains'])} FP32 mains changed, {changed} of their {dtype} masters")
@@ -176,81 +117,28 @@ def test_zeros_are_counted(patched: dict[str, Result]) -> None:
 
 @pytest.mark.parametrize("name", ["bf16", "bf16-per-token", "bf16-recompute", "bf16-sharded-checkpoint", "fp32"])
 def test_a_step_after_loading_the_saved_state_is_the_step_without(patched: dict[str, Result], name: str) -> None:
-    assert _unequal(patched[name]["resumed"], patched[name]["steps"][1]) == []
+    assert unequal(patched[name]["resumed"], patched[name]["steps"][1]) == []
 
 
 @pytest.mark.parametrize("name", ["bf16", "bf16-dropout"])
 def test_recomputation_draws_the_same_random_numbers(patched: dict[str, Result], name: str) -> None:
     """The tracker puts the states back for the second forward: every bit of a step is the same with it."""
-    assert _unequal(patched[name]["steps"], patched[f"{name}-recompute"]["steps"]) == []
+    assert unequal(patched[name]["steps"], patched[f"{name}-recompute"]["steps"]) == []
 
 
 def test_dropout_draws_anything_at_all(patched: dict[str, Result]) -> None:
-    assert _unequal(patched["bf16"]["steps"], patched["bf16-dropout"]["steps"]) != []
+    assert unequal(patched["bf16"]["steps"], patched["bf16-dropout"]["steps"]) != []
 
 
 # --- an independent model ----------------------------------------------------------------------------------------
-
-
-def _rms_norm(x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * gain
-
-
-def _rotate(x: torch.Tensor, base: float) -> torch.Tensor:
-    """RoPE on [batch, sequence, head, HEAD_DIM], pairs half a head apart."""
-    angle = torch.outer(torch.arange(SEQ), base ** (-torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)).to(x.dtype)
-    cosine, sine = angle.cos()[None, :, None], angle.sin()[None, :, None]
-    low, high = x.chunk(2, dim=-1)
-    return torch.cat([low * cosine - high * sine, high * cosine + low * sine], dim=-1)
-
-
-def _reference_loss(weights: dict[str, torch.Tensor], tokens: torch.Tensor, labels: torch.Tensor, base: float) -> Any:
-    x = weights["embedding.word_embeddings.weight"][tokens]
-    causal = torch.ones(SEQ, SEQ, dtype=torch.bool).tril()
-    for layer in range(LAYERS):
-        w = {k.removeprefix(f"decoder.layers.{layer}."): v for k, v in weights.items()}
-        packed = _rms_norm(x, w["input_layernorm.weight"]) @ w["self_attention.linear_qkv.weight"].T
-        q, k, v = packed.view(*x.shape[:2], GROUPS, -1).split([HEADS // GROUPS * HEAD_DIM, HEAD_DIM, HEAD_DIM], dim=-1)
-        q = _rms_norm(q.reshape(*x.shape[:2], HEADS, HEAD_DIM), w["self_attention.q_layernorm.weight"])
-        q, k = _rotate(q, base), _rotate(_rms_norm(k, w["self_attention.k_layernorm.weight"]), base)
-        k, v = (t.repeat_interleave(HEADS // GROUPS, dim=2) for t in (k, v))
-        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(HEAD_DIM)
-        attention = scores.masked_fill(~causal, -torch.inf).softmax(-1)
-        context = torch.einsum("bhqk,bkhd->bqhd", attention, v).reshape(*x.shape[:2], -1)
-        x = x + context @ w["self_attention.linear_proj.weight"].T
-        gate, up = (_rms_norm(x, w["pre_mlp_layernorm.weight"]) @ w["mlp.linear_fc1.weight"].T).chunk(2, dim=-1)
-        x = x + (gate * torch.sigmoid(gate) * up) @ w["mlp.linear_fc2.weight"].T
-    logits = _rms_norm(x, weights["decoder.final_layernorm.weight"]) @ weights["output_layer.weight"].T
-    return -logits.log_softmax(-1).gather(-1, labels[..., None]).mean()
-
-
-def _reference(result: Result, base: float = ROPE_BASE) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and FP32 gradients of the first step, from the parameters with which it started."""
-    weights = {name: t.float().clone().requires_grad_() for name, t in _plain(result["initial"]).items()}
-    both = batches()
-    tokens, labels = (torch.cat([batch[key] for batch in both]) for key in ("tokens", "labels"))
-    loss = _reference_loss(weights, tokens, labels, base)
-    loss.backward()
-    return loss.item(), {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
-
-
-def _errors(result: Result, gradients: dict[str, torch.Tensor]) -> tuple[float, float, str]:
-    """Relative L2 error over all gradients together; the largest one of a single tensor, and its name."""
-    ours = _plain(result["steps"][0]["gradients"])
-    assert ours.keys() == gradients.keys()
-    of = {name: ((ours[name] - g).norm() / g.norm()).item() for name, g in gradients.items()}
-    square = sum((ours[name] - g).pow(2).sum() for name, g in gradients.items())
-    whole = math.sqrt(square / sum(g.pow(2).sum() for g in gradients.values()))
-    worst = max(of, key=lambda name: of[name])
-    return whole, of[worst], worst
 
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_gradients_are_those_of_an_independent_model(patched: dict[str, Result], name: str) -> None:
     result = patched[name]
     dtype = result["case"]["dtype"]
-    loss, gradients = _reference(result)
-    whole, worst, where = _errors(result, gradients)
+    loss, gradients = reference(result)
+    whole, worst, where = errors(result, gradients)
     print(
         f"{name}: loss {result['steps'][0]['loss']:.6f}, reference {loss:.6f}; gradient error {whole:.2e}, "
         f"worst tensor {worst:.2e} ({where}), tolerance {TOLERANCE[dtype]:.2e}"
@@ -260,7 +148,7 @@ def test_gradients_are_those_of_an_independent_model(patched: dict[str, Result],
 
 
 def test_the_gradient_check_sees_a_wrong_rope_base(patched: dict[str, Result]) -> None:
-    whole, worst, where = _errors(patched["fp32"], _reference(patched["fp32"], base=ROPE_BASE * 1.01)[1])
+    whole, worst, where = errors(patched["fp32"], reference(patched["fp32"], base=ROPE_BASE * 1.01)[1])
     print(f"RoPE base one percent off: gradient error {whole:.2e}, worst tensor {worst:.2e} ({where})")
     assert whole > 10 * TOLERANCE[torch.float32]
 
@@ -371,7 +259,7 @@ def test_losses_gradients_and_parameters_are_the_releases_bits(
     tensors = _tensors(patched[name])
     print(f"{name}: {len(tensors)} tensors, {sum(t.numel() for t in tensors)} elements")
     assert len(tensors) > 100
-    assert _unequal(patched[name], shimmed[name]) == []
+    assert unequal(patched[name], shimmed[name]) == []
 
 
 class _CudaIsAvailable(ast.NodeTransformer):
