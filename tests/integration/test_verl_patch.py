@@ -8,7 +8,7 @@ import pathlib
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -319,6 +319,112 @@ def test_what_the_engine_has_no_rows_for_is_refused_by_name() -> None:
     said = json.loads(python(REFUSALS, json.dumps(REFUSED), VERL_PLATFORM="cpu", **one))
     assert said.keys() == REFUSED.keys()
     assert all(name in text and "set sizes to 1" in text for name, text in said.items())
+
+
+# --- the two arms
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    from megatron.core import parallel_state
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    yield
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+
+
+def engine_of_a_small_model() -> MegatronLocalSpecEngine:
+    engine = object.__new__(MegatronLocalSpecEngine)
+    engine.model_config = SimpleNamespace(hf_config=recipe_model.config(2, 256))
+    engine.engine_config = SimpleNamespace(dtype="bfloat16", entropy_from_logits_with_chunking=False)
+    engine._build_tf_config()
+    return engine
+
+
+def log_probs_and_entropy(
+    engine: MegatronLocalSpecEngine, logits: torch.Tensor, **asked: Any
+) -> dict[str, torch.Tensor]:
+    label = torch.arange(logits.shape[0] * logits.shape[1]).view(logits.shape[:2]) % logits.shape[2]
+    options = {
+        "temperature": torch.tensor([[1.0], [0.7], [0.0]]).repeat(1, logits.shape[1]),
+        "calculate_sum_pi_squared": False,
+        "calculate_entropy": False,
+        "distillation_use_topk": False,
+        "distillation_only": False,
+        "logits_processor_func": None,
+        "batch": None,
+        "data_format": "bshd",
+    }
+    # The logits of a model are no leaf, and are worked on in place. A function of the entropy would be compiled.
+    with torch.compiler.set_stance("force_eager"):
+        return engine._lm_head_logits_processor(logits * 1, label, **options | asked)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_environment_alone_chooses_layers_and_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer.aligned.modules import AlignedSelfAttention
+    from megatron.core.transformer.attention import SelfAttention
+
+    logits = (torch.randn(3, 5, 64) * 3).bfloat16().float().requires_grad_()
+    said = {}
+    for value in (None, "0", "1"):
+        monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
+        if value is not None:
+            monkeypatch.setenv("VLLM_BATCH_INVARIANT", value)
+        engine = engine_of_a_small_model()
+        spec = engine._layer_spec()
+        layer = spec.layer_specs[0] if value == "1" else spec
+        assert layer.submodules.self_attention.module is (AlignedSelfAttention if value == "1" else SelfAttention)
+        said[value] = log_probs_and_entropy(engine, logits, calculate_entropy=True)
+        said[value]["config"] = {k: v for k, v in vars(engine.tf_config).items() if "init_method" not in k}
+    assert said[None]["config"] == said["0"]["config"] == said["1"]["config"]
+    label = torch.arange(15).view(3, 5)
+    scaled = logits.detach() / torch.tensor([1.0, 0.7, 1.0]).view(3, 1, 1)
+    expected = torch.ops.batch_invariant.log_softmax(scaled.view(15, 64)).view(3, 5, 64).gather(2, label[..., None])
+    assert torch.equal(said["1"]["log_probs"], expected[..., 0])
+    # The first row's temperature is one, so all three agree within rounding; the entropy is the inherited one in all.
+    assert torch.allclose(said["0"]["log_probs"][0], said["1"]["log_probs"][0], atol=1e-5)
+    assert torch.equal(said[None]["log_probs"], said["0"]["log_probs"])
+    assert torch.equal(said["0"]["entropy"], said["1"]["entropy"])
+    exact = scaled.double().log_softmax(-1).gather(2, label[..., None])[..., 0]
+    assert (said["1"]["log_probs"] - exact).abs().max() < 1e-5
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_gradients_flow_through_logprobs_and_entropy_at_both_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    gradients = {}
+    for value in ("0", "1"):
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", value)
+        logits = torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(2)).requires_grad_()
+        engine = engine_of_a_small_model()
+        engine._layer_spec()
+        outputs = log_probs_and_entropy(engine, logits, calculate_entropy=True)
+        (outputs["log_probs"][:2].sum() + outputs["entropy"][:2].sum()).backward()
+        gradients[value] = logits.grad
+    assert gradients["0"] is not None and gradients["0"].any()
+    assert torch.allclose(gradients["0"], gradients["1"], atol=1e-5)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_distillation_alone_takes_no_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    asked = {"distillation_use_topk": True, "distillation_only": True}
+    outputs = log_probs_and_entropy(
+        engine_of_a_small_model(),
+        torch.randn(3, 5, 64),
+        logits_processor_func=lambda student_logits, data, data_format: {"top": student_logits},
+        **asked,
+    )
+    assert outputs.keys() == {"top"}
+
+
+def test_a_megatron_core_without_the_aligned_spec_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    monkeypatch.setitem(sys.modules, "megatron.core.models.gpt.gpt_aligned_layer_specs", None)
+    with pytest.raises(NotImplementedError, match="no aligned layer spec: install one"):
+        engine_of_a_small_model()._layer_spec()
 
 
 def test_a_checkpoint_is_saved_as_the_trainer_asks_for_it() -> None:

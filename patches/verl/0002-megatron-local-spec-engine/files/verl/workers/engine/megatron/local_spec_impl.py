@@ -1,9 +1,11 @@
 """The Megatron engine for a device without Transformer Engine: Megatron Core's local layer spec, DDP and optimizer.
 
 Registered for ``device="cpu"``. It differs from the CUDA engine in what builds the model and in who knows the
-Hugging Face names; forward, loss, schedule, optimizer and checkpoints are inherited.
+Hugging Face names; forward, loss, schedule, optimizer and checkpoints are inherited. With ``VLLM_BATCH_INVARIANT=1``,
+the switch of the rollout's operators, layers and logprobs are computed by those operators: the aligned layer spec.
 """
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,6 +37,11 @@ _UNSUPPORTED_SWITCHES = (
 )
 # What of a model's config changes the arithmetic, and the only value that the code below computes.
 _PLAIN_QWEN3 = {"model_type": "qwen3", "hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
+
+
+def _is_batch_invariant() -> bool:
+    """Whether the rollout runs its batch-invariant operators; the environment is read as vLLM reads it."""
+    return bool(int(os.environ.get("VLLM_BATCH_INVARIANT", "0")))
 
 
 class RightPaddedGPTModel(GPTModel):
@@ -77,6 +84,7 @@ class MegatronLocalSpecEngine(MegatronEngineWithLMHead):
 
     def _build_tf_config(self) -> None:
         hf = self.model_config.hf_config
+        self.is_aligned = _is_batch_invariant()
         self.is_value_model = False
         self.share_embeddings_and_output_weights = hf.tie_word_embeddings
         self.param_dtype = self.dtype = PrecisionType.to_dtype(self.engine_config.dtype)
@@ -112,6 +120,18 @@ class MegatronLocalSpecEngine(MegatronEngineWithLMHead):
         self.vanilla_bridge = True
         self.peft_cls = None
 
+    def _layer_spec(self) -> Any:
+        if not self.is_aligned:
+            return get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+        try:
+            from megatron.core.models.gpt.gpt_aligned_layer_specs import get_gpt_aligned_block_spec
+        except ImportError as error:
+            raise NotImplementedError(
+                "VLLM_BATCH_INVARIANT=1, but this Megatron Core has no aligned layer spec: install one that has "
+                "megatron.core.models.gpt.gpt_aligned_layer_specs, or set VLLM_BATCH_INVARIANT=0"
+            ) from error
+        return get_gpt_aligned_block_spec(self.tf_config)
+
     def _build_megatron_module(self) -> list[torch.nn.Module]:
         from verl.models.mcore.config_converter import get_hf_rope_theta
         from verl.utils.megatron_utils import get_model
@@ -121,7 +141,7 @@ class MegatronLocalSpecEngine(MegatronEngineWithLMHead):
         def build(pre_process: bool = True, post_process: bool = True) -> GPTModel:
             return RightPaddedGPTModel(
                 config=self.tf_config,
-                transformer_layer_spec=get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm"),
+                transformer_layer_spec=self._layer_spec(),
                 vocab_size=hf.vocab_size,
                 max_sequence_length=hf.max_position_embeddings,
                 pre_process=pre_process,
@@ -140,6 +160,44 @@ class MegatronLocalSpecEngine(MegatronEngineWithLMHead):
         )
         self.bridge.load_weights(module, self.model_config.local_path)
         return module
+
+    def _lm_head_logits_processor(
+        self,
+        logits: torch.Tensor,
+        label: torch.Tensor,
+        temperature: torch.Tensor,
+        *,
+        calculate_sum_pi_squared: bool,
+        calculate_entropy: bool,
+        distillation_use_topk: bool,
+        distillation_only: bool,
+        **others: Any,
+    ) -> dict[str, torch.Tensor]:
+        """Logprobs by the rollout's operator where the layers are; entropy and the rest as inherited.
+
+        The rollout divides its logits by the temperature in FP32 and takes the log-softmax of that; so does this.
+        """
+        wanted = {
+            "calculate_sum_pi_squared": calculate_sum_pi_squared,
+            "calculate_entropy": calculate_entropy,
+            "distillation_use_topk": distillation_use_topk,
+        }
+        if not self.is_aligned:
+            wanted["distillation_only"] = distillation_only
+            return super()._lm_head_logits_processor(logits, label, temperature, **wanted, **others)
+        from megatron.core.transformer.aligned.functions import selected_log_prob
+
+        outputs = {}
+        if any(wanted.values()):
+            # The inherited method works in place. Told that this is distillation alone, it leaves the logprobs out.
+            outputs = super()._lm_head_logits_processor(
+                logits.clone(), label, temperature, distillation_only=True, **wanted, **others
+            )
+        if not distillation_only:
+            # Where the temperature is 0 (greedy, or padding) the rollout does not divide.
+            divisor = temperature.masked_fill(temperature <= 0, 1.0).unsqueeze(-1)
+            outputs["log_probs"] = selected_log_prob(logits.float() / divisor.float(), label)
+        return outputs
 
     # The parameters live where they compute. The inherited methods would first bring them back from the host.
 
