@@ -368,7 +368,7 @@ def test_the_environment_alone_chooses_layers_and_logprobs(monkeypatch: pytest.M
     from megatron.core.transformer.attention import SelfAttention
 
     logits = (torch.randn(3, 5, 64) * 3).bfloat16().float().requires_grad_()
-    said = {}
+    said: dict[str | None, dict[str, Any]] = {}
     for value in (None, "0", "1"):
         monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
         if value is not None:
@@ -394,7 +394,7 @@ def test_the_environment_alone_chooses_layers_and_logprobs(monkeypatch: pytest.M
 
 @pytest.mark.usefixtures("one_rank")
 def test_gradients_flow_through_logprobs_and_entropy_at_both_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    gradients = {}
+    gradients: dict[str, Any] = {}
     for value in ("0", "1"):
         monkeypatch.setenv("VLLM_BATCH_INVARIANT", value)
         logits = torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(2)).requires_grad_()
@@ -403,7 +403,7 @@ def test_gradients_flow_through_logprobs_and_entropy_at_both_values(monkeypatch:
         outputs = log_probs_and_entropy(engine, logits, calculate_entropy=True)
         (outputs["log_probs"][:2].sum() + outputs["entropy"][:2].sum()).backward()
         gradients[value] = logits.grad
-    assert gradients["0"] is not None and gradients["0"].any()
+    assert gradients["0"].any()
     assert torch.allclose(gradients["0"], gradients["1"], atol=1e-5)
 
 
