@@ -66,7 +66,7 @@ def test_a_cache_that_outlives_the_sync_answers_for_the_old_weights(tmp_path: Pa
     save_file({name: tensor * 1.25 for name, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
     environment = {**arms.environment(1, os.environ), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "first"), str(tmp_path / "second")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     said = json.loads(done.stdout.strip().splitlines()[-1])
     assert all(np.isfinite(values).all() for values in said.values())

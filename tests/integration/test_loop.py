@@ -170,7 +170,7 @@ def test_its_memory_stays_within_12_gb(run: pathlib.Path) -> None:
 def test_one_flipped_bit_in_one_weight_of_the_rollout_is_caught_at_once(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the very first step, by each of three looks: the weights read back, the logprobs, and a fresh engine."""
+    """In the very first step, by the weights read back and by the logprobs of both paths."""
     monkeypatch.setenv("PYTHONPATH", str(pathlib.Path(__file__).parent))
     kwargs = "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls"
     planted = {**REDUCED, f"+{kwargs}": "planted_faults.OneFlippedBit"}
@@ -180,6 +180,6 @@ def test_one_flipped_bit_in_one_weight_of_the_rollout_is_caught_at_once(
     print(fails)
     assert set(fails) == {"theta0 recompute", "theta0 actor", "sync theta0", "sync theta1"}
     (sync, _) = found["sync"]
-    assert (sync["unequal"], sync["fresh_unequal"]) == (1, 0) and sync["probe_mismatched"] > 0
+    assert (sync["unequal"], sync["fresh_unequal"]) == (1, 0)
     assert {c["path"]: c["mismatched"] > 0 for c in found["compares"]} == {"recompute": True, "actor": True}
     assert found["updates"][0]["grad_norm"] > 0
