@@ -21,7 +21,7 @@ ARMS = (0, 1)
 SEEDS = range(6)
 
 
-def run(*words: object, arm: int | None = None) -> subprocess.CompletedProcess[str]:
+def run(*words: object) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
     return subprocess.run([SAMEBITS, *map(str, words)], env=environment, capture_output=True, text=True, timeout=1200)
 
@@ -111,13 +111,14 @@ def test_one_changed_weight_folder_is_named_and_its_operator_runs_again(tmp_path
     weights[name][0] += torch.ones_like(weights[name][0])
     save_file(weights, right[1] / "model.safetensors", metadata={"format": "pt"})
     out = tmp_path / "out"
-    done = run("check", "localise", "--dtype", "float32", "--weights", right[0], "--weights", right[1], "--out", out)
+    sides = [word for folder in right for word in ("--weights", folder)]
+    done = run("check", "localise", "--arm", 1, *sides, "--out", out)
     assert done.returncode == 1, done.stdout + done.stderr
     named = json.loads((out / "localised.json").read_text())
     assert (named["layer"], named["module"], named["weight"]) == (1, name.removesuffix(".weight"), name)
-    if (out / "replay").is_dir():
-        again = run("check", "replay", out / "replay" / "left", out / "replay" / "right")
-        assert again.returncode == 0 and again.stdout.count(" 0 of ") == 2, again.stdout + again.stderr
+    assert named["differ"] > 0
+    again = run("check", "replay", "--arm", 1, out / "replay" / "left", out / "replay" / "right")
+    assert again.returncode == 0 and again.stdout.count(": 0 of ") == 2, again.stdout + again.stderr
 
 
 @pytest.mark.evidence

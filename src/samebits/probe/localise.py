@@ -21,7 +21,7 @@ import torch
 from safetensors import safe_open
 
 from .engine import serve, start
-from .trace import OUTPUT, Key, Tracer, save_replay
+from .trace import OUTPUT, Key, ReplayError, Tracer, save_replay
 
 KINDS = ("weight", "operator", "epsilon")
 _INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -125,7 +125,10 @@ def run(job: pathlib.Path) -> None:
     if capture:
         if first.captured is None:
             raise SystemExit(f"{capture['key']}: was not called again")
-        save_replay(folder / "replay", first.captured, tuple(capture["key"]))
+        try:
+            save_replay(folder / "replay", first.captured, tuple(capture["key"]))
+        except ReplayError as error:
+            (folder / "no-replay.txt").write_text(f"{error}\n")
         return
     write("reference", first)
     for seed in task.get("seeds", []):

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from samebits.recipe import arms
+
 from .trace import _flat, _written
 
 
@@ -39,6 +41,8 @@ def replay(folder: pathlib.Path) -> dict[str, Any]:
             return getattr(torch, content) if kind == "dtype" else torch.device(content)
         return content
 
+    if kept["operator"].startswith("batch_invariant."):
+        arms.contract(1)  # loads the library of operators
     namespace, name, overload = kept["operator"].split(".")
     operator = getattr(getattr(getattr(torch.ops, namespace), name), overload)
     args, kwargs = value(kept["args"]), value(kept["kwargs"])

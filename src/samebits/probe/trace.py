@@ -22,8 +22,14 @@ OUTPUT = "output"  # the pseudo-operator of a module's own result
 # They put out memory that nobody has written yet.
 _UNWRITTEN = ("aten.empty", "aten.new_empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty_strided")
 
+_ADDRESS = 1 << 40  # an integer from here on is no count and no index
+
 Key = tuple[str, str, int]  # module, operator, which call of it within one call of the module
 Plant = Callable[[Key, list[torch.Tensor]], None]
+
+
+class ReplayError(Exception):
+    """An operator whose inputs cannot be kept: why not."""
 
 
 def name_of(func: Any) -> str:
@@ -274,7 +280,7 @@ def save_replay(folder: pathlib.Path, captured: tuple[Any, Any, Any, Any], key: 
     """Write an operator's inputs and outputs as a folder that `samebits check replay` runs again.
 
     Raises:
-        TypeError: an argument that is neither a tensor nor a plain value.
+        ReplayError: an argument that means nothing in another process.
     """
     import json
 
@@ -284,6 +290,9 @@ def save_replay(folder: pathlib.Path, captured: tuple[Any, Any, Any, Any], key: 
     tensors: dict[str, torch.Tensor] = {}
 
     def plain(value: Any) -> Any:
+        # A packed weight is passed as the address of what a library made of it.
+        if torch.is_tensor(value) and value.dtype == torch.int64 and value.numel() and int(value.max()) >= _ADDRESS:
+            raise ReplayError(f"{operator} takes a packed weight by its address, which another process does not have")
         if torch.is_tensor(value):
             name = f"input-{len(tensors)}"
             tensors[name] = value.contiguous().cpu()
@@ -298,7 +307,7 @@ def save_replay(folder: pathlib.Path, captured: tuple[Any, Any, Any, Any], key: 
             return {"device": value.type}
         if value is None or isinstance(value, (bool, int, float, str)):
             return {"value": value}
-        raise TypeError(f"{operator}: an argument of type {type(value).__name__} cannot be kept")
+        raise ReplayError(f"{operator} takes a {type(value).__name__}, which cannot be kept")
 
     document = {
         "schema": "samebits.replay/1",

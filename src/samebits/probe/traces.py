@@ -134,7 +134,11 @@ def between(left: Side, right: Side, out: pathlib.Path, say: Say) -> Accused | N
         say(f"keeping {named.operator} of {side.name}")
         capture = {"key": key, "request": request, "position": named.position}
         _run({**side.job, "capture": capture}, side.on, out / side.name, f"the traced engine, {side.name}")
-        shutil.move(out / side.name / "replay", out / "replay" / side.name)
+        if (why := out / side.name / "no-replay.txt").is_file():
+            say(f"no replay of {side.name}: {why.read_text().strip()}")
+            continue
+        (out / "replay").mkdir(exist_ok=True)
+        (out / side.name / "replay").rename(out / "replay" / side.name)
     return named
 
 
