@@ -188,15 +188,16 @@ class MegatronLocalSpecEngine(MegatronEngineWithLMHead):
         from megatron.core.transformer.aligned.functions import selected_log_prob
 
         outputs = {}
-        if any(wanted.values()):
-            # The inherited method works in place. Told that this is distillation alone, it leaves the logprobs out.
-            outputs = super()._lm_head_logits_processor(
-                logits.clone(), label, temperature, distillation_only=True, **wanted, **others
-            )
         if not distillation_only:
             # Where the temperature is 0 (greedy, or padding) the rollout does not divide.
             divisor = temperature.masked_fill(temperature <= 0, 1.0).unsqueeze(-1)
             outputs["log_probs"] = selected_log_prob(logits.float() / divisor.float(), label)
+        if any(wanted.values()):
+            # The inherited method changes logits and temperature in place. Told that this is distillation alone, it
+            # leaves the logprobs out.
+            outputs |= super()._lm_head_logits_processor(
+                logits.clone(), label, temperature.clone(), distillation_only=True, **wanted, **others
+            )
         return outputs
 
     # The parameters live where they compute. The inherited methods would first bring them back from the host.
