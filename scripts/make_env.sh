@@ -49,7 +49,7 @@ find_uv() { # prints a uv that runs; installs the locked one into build/uv if th
 }
 
 inputs() { # one hash of all that the environment is made of, but the editable sources
-    { find patches manifests/locks manifests/upstreams.toml pyproject.toml scripts/make_env.sh \
+    { find patches manifests/locks manifests/upstreams.toml manifests/native.toml pyproject.toml scripts/make_env.sh \
         src/samebits/sources -type f -not -path '*/__pycache__/*' -print0 | sort -z | xargs -0 sha256sum
       echo "$PWD ${1:-}"; } | sha256sum | cut -d' ' -f1
 }
