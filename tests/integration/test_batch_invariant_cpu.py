@@ -176,7 +176,12 @@ def default(tmp_path_factory: pytest.TempPathFactory, models: Models) -> list[An
 
 
 def _default(job: pathlib.Path, models: Models, release: pathlib.Path | None) -> list[Any]:
-    settings: dict[str, Any] = {"enforce_eager": False, "logprobs_mode": "processed_logprobs", "max_model_len": 160}
+    settings: dict[str, Any] = {
+        "enforce_eager": False,
+        "logprobs_mode": "processed_logprobs",
+        "max_model_len": 160,
+        "max_num_batched_tokens": 1024,  # in chunks the release ends at a seeded request
+    }
     steps = [*STEPS[:1], STEPS[2], {"code": True}]
     return run_engine(job, models.folder["original"], steps, release, **settings)
 
