@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
+import hashlib
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -46,6 +47,12 @@ from samebits.judge import contract
 each_operator = pytest.mark.parametrize("operator", ROW_OPERATORS.values(), ids=lambda operator: operator.name)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 examples = settings(deadline=None, derandomize=True, max_examples=60, print_blob=True)
+
+
+ON_RECORD = {
+    torch.bfloat16: "aa8aa041152d05a7e01f03eeb2050f38d318bbcf323ada169d747e9f5c75c28d",
+    torch.float32: "974e74b3f325f66a86002b25d4d6307445ad0975f6b0f76419b30996aaf3e735",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -418,6 +425,35 @@ def test_a_sum_of_no_terms_is_zero() -> None:
         x, weight, bias = torch.empty(3, 0, dtype=dtype), torch.empty(5, 0, dtype=dtype), values((5,), dtype)
         assert_same_bits(ops.linear(x, weight), torch.zeros(3, 5, dtype=dtype))
         assert_same_bits(ops.linear(x, weight, bias), bias.expand(3, 5))
+
+
+# One contract for all vector widths.
+
+
+def _pattern(shape: tuple[int, ...], dtype: torch.dtype, salt: int) -> torch.Tensor:
+    """Values in (-4, 4) from whole numbers alone, so that no machine's random numbers or mathematics enter."""
+    n = torch.arange(math.prod(shape), dtype=torch.int64)
+    return (((n * 2654435761 + salt * 40503) % 65521).double() / 8192 - 4).to(dtype).view(shape)
+
+
+@each_dtype
+def test_the_bits_are_those_on_record(dtype: torch.dtype) -> None:
+    """The record was made by the AVX2 kernels on one processor and by the AVX-512 kernels on another: one hash."""
+    digest = hashlib.sha256()
+
+    def note(*outputs: torch.Tensor) -> None:
+        for output in outputs:
+            digest.update(bits(output).numpy().tobytes())
+
+    for m, n, k in ((1, 300, 1024), (7, 300, 1000), (130, 301, 777)):
+        note(ops.linear(_pattern((m, k), dtype, 1), _pattern((n, k), dtype, 2)))
+    gain = _pattern((333,), dtype, 3)
+    note(*ops.add_rms_norm(_pattern((9, 333), dtype, 4), _pattern((9, 333), dtype, 5), gain, EPSILON))
+    note(ops.silu_and_mul(_pattern((33, 770), dtype, 6)), ops.log_softmax(_pattern((9, 5000), dtype, 7)))
+    table, starts = torch.arange(300, dtype=torch.int32)[None], torch.tensor([0, 300], dtype=torch.int32)
+    keys, lengths = _pattern((300, 4, 1, 64), dtype, 8), torch.tensor([300], dtype=torch.int32)
+    note(*ops.attention(_pattern((300, 8, 64), dtype, 9), keys, keys, table, starts, lengths, 0.125))
+    assert digest.hexdigest() == ON_RECORD[dtype], ops.instruction_set()
 
 
 # Accuracy. u is the unit roundoff of fp32; each bound counts the roundings on the way to a value and adds one of the
