@@ -8,6 +8,7 @@ keys in one order, whether it is decoded, prefilled, or prefilled in chunks.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from vllm.model_executor.layers.batch_invariant_cpu import refuse
 from vllm.v1.attention.backend import AttentionLayer, AttentionType, CommonAttentionMetadata
@@ -19,7 +20,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 
-def _split_cache(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _split_cache(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
     """Views of the keys and the values, each [blocks, KV heads, block size, head size], of the cache of a layer.
 
     A block holds the keys of one KV head in a piece, then its values.
@@ -61,10 +62,7 @@ class CPUBatchInvariantAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
     """Builds the stock metadata without a schedule: there is nothing to choose."""
 
     def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> CPUAttentionMetadata:
         common = common_attn_metadata
         if common.causal is not True:
@@ -102,15 +100,15 @@ class CPUBatchInvariantAttentionImpl(CPUAttentionBackendImpl):
     def forward(
         self,
         layer: AttentionLayer,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
         attn_metadata: CPUAttentionMetadata | None,
-        output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
         """Write the attention of `query` [T, heads, head size] into `output`, alike in shape.
 
         `key` and `value` are in `kv_cache` already, by `do_kv_cache_update`.
@@ -134,11 +132,6 @@ class CPUBatchInvariantAttentionImpl(CPUAttentionBackendImpl):
         return output
 
     def do_kv_cache_update(
-        self,
-        layer: torch.nn.Module,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
+        self, layer: torch.nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         torch.ops.batch_invariant.reshape_and_cache(key, value, *_split_cache(kv_cache), slot_mapping)
