@@ -1,6 +1,6 @@
 """The main job: verl's trainer with vLLM and Megatron Core on this machine's CPU, three steps, as arm 0 and as arm 1.
 
-What `make loop` runs, as it is; and arm 1 once more, for one step, with one bit of one weight flipped in the rollout.
+What `make loop` runs, with fewer samples; and arm 1 once more, for one step, with one bit of one weight flipped in the rollout.
 """
 
 import json
@@ -19,14 +19,14 @@ from samebits.judge import judge_run, read_bounds, rejudge
 from samebits.probe import rounding
 from samebits.recipe import arms, launch
 
-SAMPLES = 14 * 8
+GROUPS, SAMPLES = 8, 8 * 8  # of `REDUCED`
 
 
 @pytest.fixture(scope="module")
 def loop(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """The folder of one loop; the receipts in it are what `samebits run loop` left."""
     folder = tmp_path_factory.mktemp("loop")
-    launch.run_loop(3, folder)
+    launch.run_loop(3, folder, REDUCED)
     return folder
 
 
@@ -57,7 +57,7 @@ def test_three_weights_are_compared_on_both_paths_arm_0_differs_and_arm_1_does_n
     compared = {(c["weights"], c["path"]): c for c in receipt["compares"]}
     assert set(compared) == {(f"theta{k}", path) for k in range(3) for path in ("recompute", "actor")}
     for c in compared.values():
-        assert c["dtype"] == "float32" and c["valid_tokens"] >= 2000
+        assert c["dtype"] == "float32" and c["valid_tokens"] >= 1000
         assert c["max_abs"] <= receipt["bound"]["max_abs"]
         assert receipt["arm"] == 0 or c["mismatched"] == 0
     for path in ("recompute", "actor"):
@@ -71,7 +71,7 @@ def test_two_updates_change_the_fp32_mains(receipt: dict[str, Any]) -> None:
         assert update["changed_parameters"] > 0.99 * update["parameters"]
         assert 0 < update["changed_masters"] <= update["masters"] == update["parameters"]
         assert update["update_rms"] > 0
-        assert 2 * update["nonzero_advantage_groups"] >= update["groups"] == 14
+        assert 2 * update["nonzero_advantage_groups"] >= update["groups"] == GROUPS
 
 
 def test_every_sync_arrives_bit_for_bit_and_a_fresh_engine_says_the_same(receipt: dict[str, Any]) -> None:
