@@ -1,7 +1,6 @@
 """A weight sync that fails ends with the first error and leaves nothing: a receiver that raises, stops, is killed."""
 
 import asyncio
-import contextlib
 import os
 import pathlib
 import re
@@ -53,21 +52,35 @@ def is_engine(process: psutil.Process) -> bool:
 
 
 def kill_the_engine_at_the_second_sync(cli: "subprocess.Popen[bytes]", run: pathlib.Path) -> pathlib.Path:
-    """Waits for step 1, then kills vLLM's processes when this run opens a segment. Returns the segment."""
-    while not (run / "capsules" / "step-0001").exists():
-        assert cli.poll() is None, f"the run ended before its second sync: see {run.parent}"
-        time.sleep(0.02)
-    # Listed before the sync: it lasts a fraction of a second.
+    """Waits for step 1, then kills vLLM's processes when this run opens a segment. Returns the segment.
+
+    A sync lasts a tenth of a second. So the processes are listed long before it, and the engine is stopped as soon as
+    any segment is seen: whose it is can then be looked up in peace.
+    """
+
+    def wait_for(capsule: str) -> None:
+        while not (run / "capsules" / capsule).exists():
+            assert cli.poll() is None, f"the run ended before its {capsule}: see {run.parent}"
+            time.sleep(0.002)
+
+    wait_for("sync-0000")
     ours = psutil.Process(cli.pid).children(recursive=True)
     engine = [one for one in ours if is_engine(one)]
+    assert engine, "no process has vLLM's title"
+    wait_for("step-0001")
+    foreign: set[pathlib.Path] = set()
     while True:
-        for segment in SEGMENTS.glob("verl_weights_*"):
+        for segment in set(SEGMENTS.glob("verl_weights_*")) - foreign:
+            for one in engine:
+                one.suspend()
             if any(holds(one, segment) for one in ours):
                 for one in engine:
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        one.kill()
-                assert engine and segment.exists(), "the sync was over: the test did not test"
+                    one.kill()
+                assert segment.exists(), "the sync was over: the test did not test"
                 return segment
+            foreign.add(segment)
+            for one in engine:
+                one.resume()
         assert cli.poll() is None, f"the run ended without a second sync: see {run.parent}"
         time.sleep(0.002)
 
