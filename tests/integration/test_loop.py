@@ -1,6 +1,7 @@
 """The main job: verl's trainer with vLLM and Megatron Core on this machine's CPU, three steps, as arm 0 and as arm 1.
 
-What `make loop` runs, with fewer samples; and arm 1 once more, for one step, with one bit of one weight flipped in the rollout.
+What `make loop` runs, with fewer samples; and arm 1 once more, for one step, with one bit of one weight of the rollout
+flipped.
 """
 
 import json
