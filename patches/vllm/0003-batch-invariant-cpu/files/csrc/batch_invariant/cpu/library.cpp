@@ -191,16 +191,16 @@ Pair rotary_embedding(const Tensor& positions, const Tensor& query, const Tensor
           "%s: cos_sin_cache is %s and head_size %lld; every dimension of a head turns, so it must be [positions, head_size]",
           op, Shape(cache).text, Long(head_size));
   const int64_t tokens = positions.size(0), limit = cache.size(0);
-  // The rows that the tokens need, in fp32.
-  float* table = static_cast<float*>(malloc((tokens * head_size + 1) * sizeof(float)));
-  for (int64_t t = 0; t < tokens; ++t) {
+  for (int64_t t = 0; t < tokens; ++t)
     require(at[t] >= 0 && at[t] < limit, "%s: position %lld is outside of the %lld rows of cos_sin_cache; give it more rows",
             op, Long(at[t]), Long(limit));
-    for (int64_t i = 0; i < head_size; ++i) {
-      const int64_t from = at[t] * head_size + i;
-      table[t * head_size + i] = is_bf16(cache) ? widen(cache.data<bf16>()[from]) : cache.data<float>()[from];
-    }
-  }
+  // The rows that the tokens need, in fp32.
+  float* table = static_cast<float*>(malloc((tokens * head_size + 1) * sizeof(float)));
+  by_dtype(cache, [&](const auto&, auto zero) {
+    const auto* rows = cache.data<const decltype(zero)>();
+    for (int64_t t = 0; t < tokens; ++t)
+      for (int64_t i = 0; i < head_size; ++i) table[t * head_size + i] = widen(rows[at[t] * head_size + i]);
+  });
   auto turned = [&](const char* name, const Tensor& t) {
     const Tensor in = readable(op, name, t, &query);
     require(t.dim() >= 2 && t.size(0) == tokens && (tokens == 0 || t.numel() / tokens % head_size == 0),
@@ -242,7 +242,7 @@ Pair attention(const Tensor& query, const Tensor& key_cache, const Tensor& value
   const auto* pages = static_cast<const int32_t*>(index_data(op, "block_table", table, 2, int32));
   const auto* starts = static_cast<const int32_t*>(index_data(op, "query_start_loc", query_start_loc, 1, int32));
   const auto* lengths = static_cast<const int32_t*>(index_data(op, "seq_lens", seq_lens, 1, int32));
-  const int64_t requests = seq_lens.size(0), width = table.size(1);
+  const int64_t requests = seq_lens.size(0), width = table.size(1), blocks = key_cache.size(0);
   require(table.size(0) >= requests && query_start_loc.size(0) == requests + 1,
           "%s: block_table is %s, query_start_loc %s, seq_lens %s; they must be [R, blocks], [R + 1] and [R]", op,
           Shape(table).text, Shape(query_start_loc).text, Shape(seq_lens).text);
@@ -253,9 +253,8 @@ Pair attention(const Tensor& query, const Tensor& key_cache, const Tensor& value
             "%s: request %lld has %lld queries of %lld keys in %lld blocks; queries must be among the keys, keys in the blocks",
             op, Long(r), Long(count), Long(length), Long(width));
     for (int64_t b = 0; b * block_size < (count ? length : 0); ++b)
-      require(pages[r * width + b] >= 0 && pages[r * width + b] < key_cache.size(0),
-              "%s: block_table names block %lld of %lld; correct the table", op, Long(pages[r * width + b]),
-              Long(key_cache.size(0)));
+      require(pages[r * width + b] >= 0 && pages[r * width + b] < blocks,
+              "%s: block_table names block %lld of %lld; correct the table", op, Long(pages[r * width + b]), Long(blocks));
   }
   Pair result = {alike(query, query.dtype()), stable::empty(2, query.sizes(), aoti_torch_dtype_float32())};
   const int64_t used = requests ? starts[requests] : 0;
@@ -290,14 +289,15 @@ void reshape_and_cache(const Tensor& key, const Tensor& value, const Tensor& key
             "head_size]",
             op, name, Shape(from).text, Shape(to).text);
     const int64_t heads = from.size(1), block_size = to.size(2), element = is_bf16(to) ? 2 : 4;
-    const int64_t row = from.size(2) * element;
+    const int64_t row = from.size(2) * element, slot_count = to.size(0) * block_size;
+    const Cache cache = cache_of(to);
     const char* source = rows.data<char>();
     char* target = to.data<char>();
     for (int64_t t = 0; t < tokens; ++t) {
-      require(slots[t] < to.size(0) * block_size, "%s: slot %lld is outside of the cache; correct slot_mapping", op,
+      require(slots[t] < slot_count, "%s: slot %lld is outside of the cache; correct slot_mapping", op,
               Long(slots[t]));
       for (int64_t h = 0; h < heads && slots[t] >= 0; ++h) {
-        const int64_t at = slots[t] / block_size * to.stride(0) + h * to.stride(1) + slots[t] % block_size * to.stride(2);
+        const int64_t at = slots[t] / block_size * cache.block + h * cache.head + slots[t] % block_size * cache.slot;
         memcpy(target + at * element, source + (t * heads + h) * row, row);
       }
     }
