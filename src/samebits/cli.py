@@ -96,18 +96,28 @@ class _Named(Protocol):
     def file(self) -> str: ...
 
 
-def _progress[T: _Named](items: Iterable[T], doing: str) -> Iterator[T]:
-    """Yield the items under a progress bar that names the one at work; nothing is drawn where nobody looks."""
+@contextmanager
+def _bar(total: int, doing: str) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
+    """A progress bar of `total` steps: what changes its text, and what to call with each step that is done.
+
+    Nothing is drawn where nobody looks.
+    """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    todo = list(items)
     columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
-        task = progress.add_task(doing, total=len(todo))
+        task = progress.add_task(doing, total=total)
+        yield lambda text: progress.update(task, description=text), lambda: progress.advance(task)
+
+
+def _progress[T: _Named](items: Iterable[T], doing: str) -> Iterator[T]:
+    """Yield the items under a progress bar that names the one at work."""
+    todo = list(items)
+    with _bar(len(todo), doing) as (show, step):
         for item in todo:
-            progress.update(task, description=f"{doing} {item.file}")
+            show(f"{doing} {item.file}")
             yield item
-            progress.advance(task)
+            step()
 
 
 @sources.command("fetch")
@@ -424,7 +434,12 @@ def check_bits(
         hidden=hidden,
         quick=quick,
     )
-    with _bar(invariance.steps(asked)) as (say, step):
+    with _bar(invariance.steps(asked), "starting") as (show, step):
+
+        def say(phase: str) -> None:
+            show(phase)
+            err.print(phase, markup=False)
+
         document = invariance.check(asked, folder, say, step)
     _print_matrix(document)
     if localise:
@@ -520,22 +535,6 @@ def _print_matrix(document: dict[str, Any]) -> None:
         cells = [text if not i or text.startswith("0 of ") else f"[yellow]{text}[/]" for i, text in enumerate(row)]
         table.add_row(*cells)
     out.print(table)
-
-
-@contextmanager
-def _bar(total: int) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
-    """A progress bar of `total` steps: what to call with each phase, and with each step that is done."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
-        task = progress.add_task("starting", total=total)
-
-        def say(phase: str) -> None:
-            progress.update(task, description=phase)
-            err.print(phase, markup=False)
-
-        yield say, lambda: progress.advance(task)
 
 
 def _pairs(texts: list[str] | None, option: str) -> dict[str, str]:

@@ -6,14 +6,13 @@ the operators of arm 1 is taken apart in many ways, with its siblings: order, pa
 who sees one path alone move. `test_loop.py` holds the real trainer to it.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from operator_cases import threads
 from runs import BOUNDS, make_run, rewrite
 
 from samebits.judge import judge_run
@@ -79,16 +78,6 @@ def log_probs(ops: Any, w: dict[str, torch.Tensor], rows: list[torch.Tensor], wi
     return [
         ops.selected_log_softmax(logits[i, : row.numel() - 1].contiguous(), row[1:])[0] for i, row in enumerate(rows)
     ]
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def in_batches(

@@ -122,3 +122,16 @@ def errors(result: Result, gradients: dict[str, torch.Tensor]) -> tuple[float, f
     whole = math.sqrt(square / sum(g.pow(2).sum() for g in gradients.values()))
     worst = max(of, key=lambda name: of[name])
     return whole, of[worst], worst
+
+
+def assert_gradients_are_the_references(name: str, result: Result) -> None:
+    """Loss and gradients of the first step, against the independent model's and within `TOLERANCE`."""
+    dtype = result["case"]["dtype"]
+    loss, gradients = reference(result)
+    whole, worst, where = errors(result, gradients)
+    print(
+        f"{name}: loss {result['steps'][0]['loss']:.6f}, reference {loss:.6f}; gradient error {whole:.2e}, "
+        f"worst tensor {worst:.2e} ({where}), tolerance {TOLERANCE[dtype]:.2e}"
+    )
+    assert abs(result["steps"][0]["loss"] - loss) <= TOLERANCE[dtype] * loss
+    assert whole <= TOLERANCE[dtype] and worst <= 2 * TOLERANCE[dtype]

@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.aligned import functions
 from megatron.core.transformer.module import Float16Module
-from megatron_reference import TOLERANCE, Result, errors, installed, reference, run, same, unequal
+from megatron_reference import Result, assert_gradients_are_the_references, installed, run, same, unequal
 from megatron_steps import ALIGNED_CASES
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -348,16 +348,7 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
 
 @pytest.mark.parametrize("name", ["bf16", "bf16-tied", "fp32", "fp32-tied"])
 def test_gradients_are_those_of_an_independent_model(steps: dict[str, Result], name: str) -> None:
-    result = steps[name]
-    dtype = result["case"]["dtype"]
-    loss, gradients = reference(result)
-    whole, worst, where = errors(result, gradients)
-    print(
-        f"{name}: loss {result['steps'][0]['loss']:.6f}, reference {loss:.6f}; gradient error {whole:.2e}, "
-        f"worst tensor {worst:.2e} ({where}), tolerance {TOLERANCE[dtype]:.2e}"
-    )
-    assert abs(result["steps"][0]["loss"] - loss) <= TOLERANCE[dtype] * loss
-    assert whole <= TOLERANCE[dtype] and worst <= 2 * TOLERANCE[dtype]
+    assert_gradients_are_the_references(name, steps[name])
 
 
 @pytest.mark.parametrize("name", list(ALIGNED_CASES))

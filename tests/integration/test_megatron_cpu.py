@@ -16,7 +16,17 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_reference import TOLERANCE, Result, errors, installed, reference, run, same, unequal
+from megatron_reference import (
+    TOLERANCE,
+    Result,
+    assert_gradients_are_the_references,
+    errors,
+    installed,
+    reference,
+    run,
+    same,
+    unequal,
+)
 from megatron_steps import CASES, PATCHED_CASES, ROPE_BASE
 
 from samebits.sources.fetch import fetch
@@ -135,16 +145,7 @@ def test_dropout_draws_anything_at_all(patched: dict[str, Result]) -> None:
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_gradients_are_those_of_an_independent_model(patched: dict[str, Result], name: str) -> None:
-    result = patched[name]
-    dtype = result["case"]["dtype"]
-    loss, gradients = reference(result)
-    whole, worst, where = errors(result, gradients)
-    print(
-        f"{name}: loss {result['steps'][0]['loss']:.6f}, reference {loss:.6f}; gradient error {whole:.2e}, "
-        f"worst tensor {worst:.2e} ({where}), tolerance {TOLERANCE[dtype]:.2e}"
-    )
-    assert abs(result["steps"][0]["loss"] - loss) <= TOLERANCE[dtype] * loss
-    assert whole <= TOLERANCE[dtype] and worst <= 2 * TOLERANCE[dtype]
+    assert_gradients_are_the_references(name, patched[name])
 
 
 def test_the_gradient_check_sees_a_wrong_rope_base(patched: dict[str, Result]) -> None:
