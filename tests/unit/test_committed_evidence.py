@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 
+from samebits.bench import pairs
 from samebits.evidence import eventlog, receipt
-from samebits.judge import read_bounds, rejudge
+from samebits.evidence.invariance import KIND
+from samebits.evidence.measurement import BENCH
+from samebits.judge import read_bounds, rejudge, rejudge_matrix
 from samebits.recipe import arms, launch
 from samebits.report import render_svg_summary, render_table
 from samebits.report.table import BEGIN, END
@@ -94,6 +97,28 @@ def test_the_loop_kept_its_time_and_memory() -> None:
         assert max(entry["data"].get("peak_memory_bytes", 0) for entry in log.entries) <= 12e9
     if "avx512_bf16" in receipt.read(RUNS[0] / "receipt.json")["execution"]["instruction_set"]:
         assert whole <= 18 * 60 and without <= 12 * 60
+
+
+def test_the_whole_matrix_has_no_mismatch_in_the_invariant_arm_and_some_in_the_other() -> None:
+    """`samebits check bits`: 6 layers, hidden 1024, both dtypes; rejudge_matrix demands 0 in every cell of BI=1."""
+    document = KIND.read(EVIDENCE / "cpu" / "invariance.json")
+    assert rejudge_matrix(document) == "pass" and document["quick"] is False
+    assert {(c["arm"], c["dtype"]) for c in document["cells"]} == {
+        (arm, dtype) for arm in (0, 1) for dtype in ("bfloat16", "float32")
+    }
+    for dtype in ("bfloat16", "float32"):
+        assert sum(c["mismatched"] for c in document["cells"] if (c["arm"], c["dtype"]) == (0, dtype)) > 0
+    for execution in document["executions"].values():
+        assert execution["git_commit"] and execution["git_dirty"] is False
+        assert (execution["model"]["layers"], execution["model"]["hidden"]) == (6, 1024)
+
+
+def test_the_invariant_arm_is_as_fast_as_it_must_be() -> None:
+    document = BENCH.read(EVIDENCE / "cpu" / "bench.json")
+    assert pairs.missed(document) == [] and document["rounds"] >= 3
+    for execution in document["executions"].values():
+        assert execution["git_commit"] and execution["git_dirty"] is False
+        assert (execution["model"]["layers"], execution["model"]["hidden"]) == (6, 1024)
 
 
 def test_the_readmes_table_is_that_of_the_receipts() -> None:
