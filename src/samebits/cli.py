@@ -652,13 +652,7 @@ def bench_cpu(
     from samebits.bench import pairs
     from samebits.evidence.measurement import BENCH
 
-    with err.status("starting") as status:
-
-        def say(phase: str) -> None:
-            status.update(phase)
-            if not err.is_terminal:
-                err.print(phase, markup=False)
-
+    with _phases() as say:
         document = pairs.measure(layers, hidden, rounds, compiled, say, ROOT / "build" / "bench")
     out.print(pairs.table(document))
     if record is not None:
@@ -667,6 +661,54 @@ def bench_cpu(
     if slow := pairs.missed(document):
         err.print(f"error: not what it must be: {'; '.join(slow)}", style="red", markup=False)
         raise typer.Exit(1)
+
+
+@bench.command("engine")
+def bench_engine(
+    arm: Annotated[list[str], typer.Option(help="NAME=BI, or NAME=BI@FOLDER of another vllm; repeat")],
+    case: Annotated[list[str], typer.Option(help="PROMPT,ANSWER,REQUESTS; repeat")],
+    model: Annotated[str, typer.Option(help="the Qwen3 whose sizes it has")] = "8B",
+    rounds: Annotated[int, typer.Option(min=1, help="turns of each arm at each case")] = 3,
+    eager: Annotated[bool, typer.Option("--eager", help="neither compiled nor captured")] = False,
+    record: Annotated[Path | None, typer.Option("--out", help="write the measurement to this JSON file")] = None,
+) -> None:
+    """Time vLLM's engines on one GPU, alive together, taking turns, and compare the bits of what they say.
+
+    Weights are drawn on the card from their names: the same in every arm, real in size and in bits.
+
+    Example: `samebits bench engine --arm bi0=0 --arm bi1=1 --case 1024,128,1 --case 1024,128,16`
+    """
+    from samebits.bench import card
+    from samebits.evidence.measurement import ENGINES
+
+    with _phases() as say:
+        document = card.measure(
+            model,
+            [card.Arm.parse(text) for text in arm],
+            [card.Case.parse(text) for text in case],
+            rounds,
+            eager,
+            say,
+            ROOT / "build" / "bench",
+        )
+    for table in card.tables(document):
+        out.print(table)
+    if record is not None:
+        ENGINES.write(record, document)
+        out.print(f"{record}", markup=False)
+
+
+@contextmanager
+def _phases() -> Iterator[Callable[[str], None]]:
+    """What says which phase is running: on one line that changes, or a line each where nobody looks."""
+    with err.status("starting") as status:
+
+        def say(phase: str) -> None:
+            status.update(phase)
+            if not err.is_terminal:
+                err.print(phase, markup=False)
+
+        yield say
 
 
 def _verdict(receipt: dict[str, Any], text: str) -> None:

@@ -1,38 +1,123 @@
-"""One vLLM engine that is timed: ``python -m samebits.bench.engine JOB``, JOB {"engine": arguments of LLM}.
+"""One vLLM engine that is timed: ``python -m samebits.bench.engine JOB``, the arm is its environment's.
 
-The arm is its environment's ``VLLM_BATCH_INVARIANT``. A decode counts the tokens that it generated from a prompt of
-PROMPT tokens, a prefill those of its prompt.
+JOB: {"engine": arguments of LLM, "cases": [{"prompt", "answer", "requests"}], "said": draw weights and answer first}.
+A case counts the tokens that it generated; one with a single token an answer, those of its prompts. Its name is
+"prompt,answer,requests".
 """
 
+import json
+import os
+import pathlib
 from typing import Any
 
 from .turns import Workload, serve
 
-PROMPT, ANSWER, PREFILL = 8, 32, 512
-WORKLOADS = ("decode, 1 request", "decode, 16 requests", "prefill, 512 tokens")
+# (prompt, answer) of the fixed requests: lengths on both sides of tiles and of vLLM's graph sizes; some decode alone in
+# the end.
+FIXED = ((7, 24), (64, 24), (131, 16), (515, 16))
+
+
+def draw_weights(model: Any) -> int:
+    """Fill every parameter from a generator seeded by its name: matrices of std 0.7 / sqrt(K), gains around 1.
+
+    So a checkpoint need not travel, and every engine of these sizes has the same weights, whatever made it.
+    """
+    import zlib
+
+    import torch
+
+    drawn = 0
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            generator = torch.Generator(device=parameter.device).manual_seed(zlib.crc32(name.encode()))
+            values = torch.randn(parameter.shape, generator=generator, device=parameter.device, dtype=parameter.dtype)
+            if parameter.dim() == 1:
+                parameter.copy_(1.0 + 0.1 * values if "norm" in name else 0.1 * values)
+            else:
+                scale = 1.0 if "embed" in name else 0.7 / parameter.shape[-1] ** 0.5
+                parameter.copy_(values * scale)
+            drawn += 1
+    return drawn
 
 
 def _make(job: dict[str, Any]) -> tuple[dict[str, Workload], dict[str, Any]]:
+    import torch
+
     import vllm
 
     engine = vllm.LLM(**job["engine"])
+    facts: dict[str, Any] = {"vllm": vllm.__version__}
+    vocabulary = engine.llm_engine.model_config.get_vocab_size()
 
-    def generate(requests: int, prompt: int, answer: int) -> int:
+    def prompts(requests: int, length: int) -> list[dict[str, Any]]:
+        limit = min(vocabulary, 50_021)
+        return [
+            {"prompt_token_ids": [(7919 * n + 31 * i * i + 7 * i) % (limit - 3) + 3 for i in range(length)]}
+            for n in range(requests)
+        ]
+
+    if job.get("said"):
+        engine.apply_model(draw_weights)
+        facts["said"] = _say(engine, prompts)
+        facts["card"] = {
+            "name": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "cuda": str(torch.version.cuda),
+            "driver": pathlib.Path("/sys/module/nvidia/version").read_text().strip(),
+        }
+        facts["admitted"] = _admitted()
+
+    def workload(prompt: int, answer: int, requests: int) -> Workload:
         greedy = vllm.SamplingParams(
             temperature=0.0, max_tokens=answer, min_tokens=answer, ignore_eos=True, detokenize=False
         )
-        prompts = [{"prompt_token_ids": [(7 * n + 3 * i) % 61 + 3 for i in range(prompt)]} for n in range(requests)]
-        outputs = engine.generate(prompts, greedy, use_tqdm=False)
-        tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-        assert tokens == requests * answer, f"{tokens} tokens came, {requests * answer} were asked for"
-        return tokens
+        asked = prompts(requests, prompt)
 
-    def prefill() -> int:
-        generate(1, PREFILL, 1)
-        return PREFILL
+        def generate() -> int:
+            outputs = engine.generate(asked, greedy, use_tqdm=False)
+            tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+            assert tokens == requests * answer, f"{tokens} tokens came, {requests * answer} were asked for"
+            return tokens if answer > 1 else requests * prompt
 
-    work = (lambda: generate(1, PROMPT, ANSWER), lambda: generate(16, PROMPT, ANSWER), prefill)
-    return dict(zip(WORKLOADS, work, strict=True)), {"vllm": vllm.__version__}
+        return generate
+
+    return {f"{c['prompt']},{c['answer']},{c['requests']}": workload(**c) for c in job["cases"]}, facts
+
+
+def _say(engine: Any, prompts: Any) -> dict[str, Any]:
+    """What the engine answers to the fixed requests, seeded, together and then the first alone: tokens and bits."""
+    import vllm
+    from samebits.probe.engine import bits
+
+    asked, how = [], []
+    for n, (length, answer) in enumerate(FIXED):
+        asked += prompts(n + 1, length)[n:]
+        how.append(
+            vllm.SamplingParams(
+                temperature=1.0,
+                seed=n,
+                max_tokens=answer,
+                ignore_eos=True,
+                detokenize=False,
+                logprobs=0,
+                prompt_logprobs=0,
+            )
+        )
+    tokens: list[int] = []
+    values: list[float] = []
+    for output in [*engine.generate(asked, how, use_tqdm=False), *engine.generate(asked[:1], how[:1], use_tqdm=False)]:
+        answer = output.outputs[0]
+        tokens += answer.token_ids
+        pairs = zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)
+        values += [at[token].logprob for at, token in pairs]
+        values += [at[token].logprob for at, token in zip(answer.logprobs, answer.token_ids, strict=True)]
+    return {"tokens": tokens, "bits": bits(values)}
+
+
+def _admitted() -> dict[str, Any]:
+    """The plans that vLLM's admission of linears left in this process's cache folder: "NxK" to the plan."""
+    root = pathlib.Path(os.environ["VLLM_CACHE_ROOT"]) / "batch_invariant"
+    return {file.stem: json.loads(file.read_text())["plan"] for file in sorted(root.glob("*/*.json"))}
 
 
 if __name__ == "__main__":

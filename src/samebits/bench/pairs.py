@@ -26,11 +26,16 @@ from samebits.recipe.launch import WHEELS
 from samebits.recipe.warm_start import LOCK
 from samebits.sources.pins import ROOT
 
-from . import engine, trainer
+from . import trainer
 from .turns import Child, take_turns
 
 SEED = 0
 DECODE, PREFILL, TRAINER = {"at_least": 0.95}, {"at_least": 0.85}, {"at_most": 1.2}
+CASES = (  # what of an engine is timed, and what BI=1 ÷ BI=0 must be
+    ("decode, 1 request", {"prompt": 8, "answer": 32, "requests": 1}, DECODE),
+    ("decode, 16 requests", {"prompt": 8, "answer": 32, "requests": 16}, DECODE),
+    ("prefill, 512 tokens", {"prompt": 512, "answer": 1, "requests": 1}, PREFILL),
+)
 Say = Callable[[str], None]
 
 
@@ -104,12 +109,12 @@ def measure(layers: int, hidden: int, rounds: int, compiled: bool, say: Say, log
                 children[arm] = child
             return children
 
-        found = take_turns(
-            start("vLLM's engine", "samebits.bench.engine", {"engine": arguments}), engine.WORKLOADS, rounds, say
-        )
+        job = {"engine": arguments, "cases": [case for _, case, _ in CASES]}
+        workloads = [",".join(map(str, case.values())) for _, case, _ in CASES]
+        found = take_turns(start("vLLM's engine", "samebits.bench.engine", job), workloads, rounds, say)
         rows = [
-            _row(workload, "tokens/s", values, PREFILL if workload.startswith("prefill") else DECODE)
-            for workload, values in found.items()
+            _row(name, "tokens/s", found[workload], must)
+            for (name, _, must), workload in zip(CASES, workloads, strict=True)
         ]
         stack.close()  # the engines give their memory back
         (steps,) = take_turns(

@@ -95,16 +95,16 @@ def serve(make: Callable[[dict[str, Any]], tuple[dict[str, Workload], dict[str, 
     os._exit(0)  # threads of the libraries would keep it waiting
 
 
-def take_turns(
-    children: Mapping[int, Child], workloads: Sequence[str], rounds: int, say: Callable[[str], None]
-) -> dict[str, dict[int, list[float]]]:
+def take_turns[Arm](
+    children: Mapping[Arm, Child], workloads: Sequence[str], rounds: int, say: Callable[[str], None]
+) -> dict[str, dict[Arm, list[float]]]:
     """Units a second of each workload and arm, one number a round. Who begins changes with the round."""
-    rates: dict[str, dict[int, list[float]]] = {w: {arm: [] for arm in children} for w in workloads}
+    rates: dict[str, dict[Arm, list[float]]] = {w: {arm: [] for arm in children} for w in workloads}
     for turn in range(rounds):
         for workload in workloads:
-            order = sorted(children, reverse=turn % 2 == 1)
+            order = list(children)[:: -1 if turn % 2 else 1]
             for arm in order:
-                say(f"round {turn + 1} of {rounds}: {workload}, BI={arm}")
+                say(f"round {turn + 1} of {rounds}: {workload}, {children[arm].what}")
                 done = children[arm].ask(workload)
                 rates[workload][arm].append(done["units"] / done["seconds"])
     return rates

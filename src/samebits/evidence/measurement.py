@@ -1,4 +1,4 @@
-"""Measurements: what `samebits bench` found, number by number, and both arms' execution identities, in one file."""
+"""Measurements: what `samebits bench` found, number by number, and what it was measured on, in one file each."""
 
 from __future__ import annotations
 
@@ -12,3 +12,4 @@ class MeasurementError(SamebitsError):
 
 
 BENCH = Kind("bench-1", MeasurementError, "measure")
+ENGINES = Kind("engines-1", MeasurementError, "measure")

@@ -1,7 +1,8 @@
-"""Compiles the native libraries of patched wheels: pinned compiler, flags in manifests/native.toml, one set of bytes.
+"""Compiles the native libraries of patched wheels: pinned compilers, flags in manifests/native.toml, one set of bytes.
 
 The compiler is clang in the ziglang wheel, with the C library's headers and names in it: the bytes depend on neither
-the machine's compiler nor its libraries, nor on an installed torch. They are compared with the recorded sha256.
+the machine's compiler nor its libraries, nor on an installed torch. CUDA kernels are compiled first, and lie in the
+library as data. The bytes are compared with the recorded sha256.
 """
 
 import fcntl
@@ -14,8 +15,10 @@ import tomllib
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from samebits.errors import SamebitsError
+from samebits.sources import nvrtc
 from samebits.sources.fetch import fetch
 from samebits.sources.pins import ROOT, Artefact, Pins
 
@@ -26,56 +29,78 @@ class NativeError(SamebitsError):
 
 @dataclass(frozen=True)
 class Compiler:
-    """The pinned compiler: its release file, the target, and the flags of every object."""
+    """The pinned compilers: their release files, the target, and the flags of every object and of every image."""
 
     artefact: str
     target: str
     flags: tuple[str, ...]
+    cuda_artefact: str
+    cuda_flags: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Object:
-    """One compilation: a source file of the library's folder and its own flags, of which -mcpu comes first."""
+    """One compilation: a source file among the library's and its own flags, of which -mcpu comes first."""
 
     source: str
     flags: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Library:
-    """A shared library: where it lies in which wheel (`upstream`, `local`), and its folder below patches/.
+class Image:
+    """CUDA kernels, compiled before the objects, which embed `file` from beside `source`."""
 
-    `needs`: the libraries of others that it names, which are loaded already when it is.
+    source: str
+    architecture: str
+
+    @property
+    def file(self) -> str:
+        return str(Path(self.source).with_suffix(".cubin" if self.architecture.startswith("sm_") else ".ptx"))
+
+
+@dataclass(frozen=True)
+class Library:
+    """A shared library: where it lies in which wheel (`upstream`, `local`: any of them), made of which patches.
+
+    `sources`: folders below patches/ that are laid over one another. `needs`: the libraries of others that it names,
+    which are loaded already when it is.
     """
 
     upstream: str
     local: str
     file: str
-    sources: str
+    sources: tuple[str, ...]
     sha256: str
     needs: tuple[str, ...]
     objects: tuple[Object, ...]
+    images: tuple[Image, ...] = ()
 
 
 def load_native(path: Path = ROOT / "manifests" / "native.toml") -> tuple[Compiler, tuple[Library, ...]]:
     """Read manifests/native.toml."""
     raw = tomllib.loads(path.read_text("utf-8"))
-    said = raw["compiler"]
-    compiler = Compiler(said["artefact"], said["target"], tuple(said["flags"]))
+    said: dict[str, Any] = raw["compiler"]
+    compiler = Compiler(**{**said, "flags": tuple(said["flags"]), "cuda_flags": tuple(said["cuda_flags"])})
     libraries = []
     for table in raw["library"]:
         objects = tuple(Object(o["source"], tuple(o["flags"])) for o in table.pop("object"))
-        libraries.append(Library(**{**table, "needs": tuple(table["needs"])}, objects=objects))
+        images = tuple(Image(**image) for image in table.pop("image", []))
+        lists = {key: tuple(table[key]) for key in ("sources", "needs")}
+        libraries.append(Library(**{**table, **lists}, objects=objects, images=images))
     return compiler, tuple(libraries)
 
 
 def libraries_of(pins: Pins, artefact: Artefact, upstream: str, patches: Path, cache: Path) -> dict[str, bytes]:
-    """The libraries that the patched wheel of `artefact` carries: name in the wheel -> bytes. Raises NativeError."""
+    """The libraries that the patched wheel of `artefact` carries: name in the wheel -> bytes. Raises NativeError.
+
+    A library comes with the last of its patches: a series that ends before has no part of it.
+    """
     compiler, libraries = load_native()
     return {
         library.file: build_library(compiler, library, pins, patches, cache)
         for library in libraries
         if (library.upstream, library.local) == (upstream, artefact.local)
+        and all((patches / folder).is_dir() for folder in library.sources)
     }
 
 
@@ -84,13 +109,13 @@ def build_library(compiler: Compiler, library: Library, pins: Pins, patches: Pat
 
     Raises NativeError: the compiler's error, or a sha256 other than the recorded one.
     """
-    folder = patches / library.sources
-    kept = cache / "native" / f"{_key(compiler, library, pins, folder)}.so"
+    folders = [patches / name for name in library.sources]
+    kept = cache / "native" / f"{_key(compiler, library, pins, folders)}.so"
     kept.parent.mkdir(parents=True, exist_ok=True)
     with kept.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not kept.is_file():
-            data = compile_library(compiler, library, pins, folder, cache)
+            data = compile_library(compiler, library, pins, folders, cache)
             partial = kept.with_suffix(f".partial-{os.getpid()}")
             partial.write_bytes(data)
             os.replace(partial, kept)
@@ -104,18 +129,30 @@ def build_library(compiler: Compiler, library: Library, pins: Pins, patches: Pat
     return data
 
 
-def compile_library(compiler: Compiler, library: Library, pins: Pins, folder: Path, cache: Path) -> bytes:
-    """Compile and link the sources in `folder`; nothing of where it happens is in the result. Raises NativeError."""
+def compile_library(compiler: Compiler, library: Library, pins: Pins, folders: list[Path], cache: Path) -> bytes:
+    """Compile and link the sources in `folders`; nothing of where it happens is in the result.
+
+    Raises NativeError, CudaError.
+    """
     zig = _unpacked(pins.by_file[compiler.artefact], cache) / "ziglang" / "zig"
+    zig.chmod(0o755)
     with tempfile.TemporaryDirectory(prefix="samebits-native-") as scratch:
         # Relative names only: a name that a message or an assertion keeps would be one of this machine.
-        shutil.copytree(folder, Path(scratch) / "source")
+        for folder in folders:
+            shutil.copytree(folder, Path(scratch) / "source", dirs_exist_ok=True)
         (Path(scratch) / "nothing.c").touch()
+        for image in library.images:
+            source = Path(scratch) / "source" / image.source
+            beside = {path.name: path.read_bytes() for path in source.parent.iterdir() if path.suffix in (".cu", ".h")}
+            flags = (f"--gpu-architecture={image.architecture}", *compiler.cuda_flags)
+            wheel = _unpacked(pins.by_file[compiler.cuda_artefact], cache)
+            made = nvrtc.compile_image(wheel, source.name, beside, flags)
+            (Path(scratch) / "source" / image.file).write_bytes(made)
         objects = []
         for number, item in enumerate(library.objects):
             objects.append(f"{number}.o")
-            flags = ["-target", compiler.target, *compiler.flags, *item.flags]
-            _run([str(zig), "cc", *flags, "-c", f"source/{item.source}", "-o", objects[-1]], scratch, cache)
+            options = ["-target", compiler.target, *compiler.flags, *item.flags]
+            _run([str(zig), "cc", *options, "-c", f"source/{item.source}", "-o", objects[-1]], scratch, cache)
         link = [str(zig), "cc", "-target", compiler.target, "-shared", "-s"]
         for name in library.needs:  # of such a library the name alone is kept: an empty one serves
             _run([*link, f"-Wl,-soname,{name}", "nothing.c", "-o", name], scratch, cache)
@@ -125,17 +162,20 @@ def compile_library(compiler: Compiler, library: Library, pins: Pins, folder: Pa
         return (Path(scratch) / "library.so").read_bytes()
 
 
-def _key(compiler: Compiler, library: Library, pins: Pins, folder: Path) -> str:
+def _key(compiler: Compiler, library: Library, pins: Pins, folders: list[Path]) -> str:
     """What a library is made of, as one hash."""
-    made_of = (compiler, library.objects, library.needs, pins.by_file[compiler.artefact].sha256)
-    digest = hashlib.sha256(repr(made_of).encode())
-    for path in sorted(folder.iterdir()):
-        digest.update(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    compilers = [pins.by_file[name].sha256 for name in (compiler.artefact, compiler.cuda_artefact)]
+    digest = hashlib.sha256(repr((compiler, library.objects, library.images, library.needs, compilers)).encode())
+    for folder in folders:
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                name = path.relative_to(folder).as_posix()
+                digest.update(f"{name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     return digest.hexdigest()[:24]
 
 
 def _unpacked(artefact: Artefact, cache: Path) -> Path:
-    """The compiler's folder, unpacked once from its verified wheel."""
+    """A compiler's folder, unpacked once from its verified wheel."""
     folder = cache / "compiler" / artefact.sha256[:24]
     if not folder.is_dir():
         wheel = fetch(artefact, cache)
@@ -143,7 +183,6 @@ def _unpacked(artefact: Artefact, cache: Path) -> Path:
         partial = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".partial-"))
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(partial)
-        (partial / "ziglang" / "zig").chmod(0o755)
         try:
             partial.rename(folder)
         except OSError:  # another process was quicker

@@ -141,6 +141,7 @@ struct Shape {
 inline void take(uint64_t value, Tensor& out) { out.adopt(reinterpret_cast<void*>(value)); }
 inline void take(uint64_t value, double& out) { memcpy(&out, &value, sizeof out); }
 inline void take(uint64_t value, int64_t& out) { out = int64_t(value); }
+inline void take(uint64_t value, bool& out) { out = value & 1; }
 
 // An optional tensor comes as a pointer to its value, made with operator new, or as null.
 struct Optional {

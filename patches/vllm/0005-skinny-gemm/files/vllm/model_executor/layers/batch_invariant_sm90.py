@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batch-invariant kernels for Hopper (sm_90a), and what they are offered for. `batch_invariant_linear` admits them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from vllm.model_executor.layers import batch_invariant_linear
+
+LIBRARY = Path(__file__).parents[2] / "batch_invariant_sm90.so"
+MOST_ROWS = 64
+WIDTHS = (16, 24, 32, 40, 48, 64, 80, 96, 128)  # columns of a tile that there are kernels for
+
+# Columns of a tile by (N, K): (to M, columns), …, measured on one NVIDIA H200 by `samebits bench gemm --tune`. They change
+# speed and never bits.
+TILES: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {
+    (4096, 1024): ((32, 80), (64, 48),),
+    (4096, 2048): ((8, 64), (32, 48), (64, 64),),
+    (6144, 1024): ((32, 80), (64, 64),),
+    (6144, 4096): ((64, 48),),
+    (10240, 5120): ((64, 80),),
+    (12288, 2048): ((64, 96),),
+    (24576, 4096): ((64, 96),),
+    (51200, 5120): ((64, 80),),
+    (151936, 1024): ((64, 128),),
+    (151936, 2048): ((64, 128),),
+    (151936, 4096): ((64, 96),),
+    (151936, 5120): ((64, 128),),
+}
+
+
+def columns(n: int, k: int, m: int, processors: int) -> int:
+    """The width of a tile: from the table; else the one with the least work left in the last round over the card."""
+    for last, width in TILES.get((n, k), ()):
+        if m <= last:
+            return width
+    return min(WIDTHS, key=lambda width: -(-(-(-n // width)) // processors) * (width + 2))
+
+
+def _skinny(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+    width = columns(weight.shape[0], weight.shape[1], x.shape[0], processors)
+    return torch.ops.batch_invariant.skinny_gemm(x, weight, bias, False, width)
+
+
+def enable() -> None:
+    """Offer the kernels of this card, if it has any. Harmless if done again."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        return
+    if not LIBRARY.exists():
+        raise RuntimeError(
+            f"VLLM_BATCH_INVARIANT=1 on Hopper: there is no {LIBRARY}. Remedy: install the vLLM wheel that holds it."
+        )
+    if not hasattr(torch.ops.batch_invariant, "skinny_gemm"):
+        torch.ops.load_library(str(LIBRARY))
+    batch_invariant_linear.offer(batch_invariant_linear.Implementation("skinny", _skinny, MOST_ROWS, _fits))
+
+
+def _fits(n: int, k: int) -> bool:
+    """TMA reads rows whose length is a multiple of 16 bytes; and where N <= K, cuBLASLt has as many tiles and a shorter
+    chain (an output projection, the second matrix of an MLP)."""
+    return k % 8 == 0 and 0 < k < n
