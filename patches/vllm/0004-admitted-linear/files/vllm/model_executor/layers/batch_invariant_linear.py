@@ -33,6 +33,7 @@ RANGES = ((65, 128), (129, 256), (257, 512), (513, 1024), (1025, 2048), (2049, 4
 INPUTS = ("normal", "cancelling", "special")
 ROWS_COMPARED = 192  # of an output with more rows: the first, the last, and some in between
 FALLBACK = "triton"
+DEVICE = "cuda"
 
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
@@ -73,6 +74,10 @@ def _cublaslt(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) 
 def _triton(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     product = _batch_invariant().matmul_persistent(x, weight.t())
     return product if bias is None else product + bias
+
+
+def _reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.ops.batch_invariant.reference_gemm(x, weight)
 
 
 def _batch_invariant():
@@ -220,17 +225,17 @@ def _file(n: int, k: int) -> Path:
 
 
 def _find(n: int, k: int) -> Plan:
-    """Compare the implementations of one shape."""
-    generator = torch.Generator(device="cuda").manual_seed(n * 1_000_003 + k)
+    """Compare the implementations of one shape. A range that the card's free memory has no room for stays with Triton."""
+    generator = torch.Generator(device=DEVICE).manual_seed(n * 1_000_003 + k)
     kinds = [(_weight(kind, n, k, generator), kind) for kind in INPUTS]
     found: dict[int, dict[str, int]] = {}  # M -> implementation -> elements that differ
     wanted = [*range(1, SINGLE + 1), *(m for first, last in RANGES for m in _samples(first, last))]
-    room = torch.cuda.mem_get_info()[0] // 4
+    room = _free_bytes() // 4
     wanted = [m for m in wanted if m * (n + k) * 2 <= room]
     for weight, kind in kinds:
         x = _rows(kind, max(wanted), k, generator)
         picked = _picked(max(wanted), x.device)
-        reference = torch.ops.batch_invariant.reference_gemm(x[picked], weight)
+        reference = _reference(x[picked], weight)
         counts = {
             (m, name): _unequal(implementation.run, x[:m], weight, reference, picked)
             for m in wanted
@@ -257,20 +262,24 @@ def _find(n: int, k: int) -> Plan:
     return Plan(single, ranges, refused)
 
 
+def _free_bytes() -> int:
+    return torch.cuda.mem_get_info()[0]
+
+
 def _samples(first: int, last: int) -> list[int]:
     middle = (first + last) // 2
     return sorted({first, first + 1, (first + middle) // 2 + 1, middle, (middle + last) // 2 + 3, last - 1, last})
 
 
 def _weight(kind: str, n: int, k: int, generator: torch.Generator) -> torch.Tensor:
-    weight = torch.randn(n, k, generator=generator, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(n, k, generator=generator, device=DEVICE, dtype=torch.bfloat16)
     if kind == "cancelling":  # large terms that cancel, so that the order of a sum shows in its leading bits
         weight[:, k // 2 : k // 2 * 2] = weight[:, : k // 2]
     return weight
 
 
 def _rows(kind: str, m: int, k: int, generator: torch.Generator) -> torch.Tensor:
-    x = torch.randn(m, k, generator=generator, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(m, k, generator=generator, device=DEVICE, dtype=torch.bfloat16)
     if kind == "cancelling":
         x[:, k // 2 : k // 2 * 2] = -x[:, : k // 2]
         x[:, :: max(k // 7, 1)] *= 1.0 + 2.0**-7

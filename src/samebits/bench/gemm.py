@@ -1,0 +1,224 @@
+"""Products of few rows on one GPU: ours, cuBLASLt without split-K and vLLM's own, against cuBLAS; and the bits of each.
+
+``python -m samebits.bench.gemm`` prints the finding as JSON. A time is the median of replays of one CUDA graph with a
+launch for each of several weights, more bytes than the L2 cache holds, back to back; clocks are left alone. Bits are
+compared with the reference kernel.
+"""
+
+import json
+import math
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+# (N, K) of the linears of Qwen3 models: qkv, output, gate and up, down, vocabulary.
+SHAPES = {
+    "0.6B": ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (151_936, 1024)),
+    "1.7B": ((4096, 2048), (2048, 2048), (12_288, 2048), (2048, 6144), (151_936, 2048)),
+    "8B": ((6144, 4096), (4096, 4096), (24_576, 4096), (4096, 12_288), (151_936, 4096)),
+    "32B": ((10_240, 5120), (5120, 8192), (51_200, 5120), (5120, 25_600), (151_936, 5120)),
+}
+ROWS = (1, 2, 4, 8, 16, 17, 32, 33, 64)
+EVERY, POWERS = 1100, (2048, 4096, 8192, 16_384)
+KINDS = ("normal", "cancelling", "outliers", "special")
+BYTES = 300e6  # of weights in a graph: six times the cache
+MOST_LAUNCHES, REPLAYS = 30, 5
+LARGE = 50e6  # bytes of a weight whose bandwidth is asked for
+
+
+def measure(say: Callable[[str], None]) -> dict[str, Any]:
+    """Time and compare; needs the CUDA libraries of the installed vllm loaded."""
+    import torch
+    from vllm.model_executor.layers import batch_invariant, batch_invariant_sm90
+
+    operators = torch.ops.batch_invariant
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+
+    def split(allowed: bool) -> None:
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (allowed, allowed)
+
+    def skinny(x: Any, weight: Any) -> Any:
+        n, k = weight.shape
+        width = batch_invariant_sm90.columns(n, k, x.shape[0], processors)
+        return operators.skinny_gemm(x, weight, None, False, width)
+
+    ways: dict[str, Callable[[Any, Any], Any]] = {
+        "cublas": lambda x, w: torch.mm(x, w.t()),
+        "skinny": skinny,
+        "cublaslt": operators.cublaslt_gemm,
+        "vllm": lambda x, w: batch_invariant.matmul_persistent(x, w.t()),
+    }
+    split(True)
+    rows = []
+    for model, shapes in SHAPES.items():
+        for n, k in shapes:
+            say(f"{model}: ({n}, {k})")
+            launches = max(4, min(MOST_LAUNCHES, int(BYTES / (n * k * 2))))
+            weights = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(launches)]
+            for m in ROWS:
+                x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+                times = {name: _time(partial(_call, way, x, weights), launches) for name, way in ways.items()}
+                rows.append({"model": model, "n": n, "k": k, "m": m, "microseconds": times})
+    say("bandwidth of a copy")
+    big = torch.empty(1 << 28, device="cuda")
+    other = torch.empty_like(big)
+    # The faster of the library's copy and of a kernel that reads and writes as much.
+    copies = (
+        partial(lambda to, of, _: to.copy_(of), other, big),
+        partial(lambda to, of, _: torch.neg(of, out=to), other, big),
+    )
+    copy = max(2 * big.nbytes / _time(one, 4) / 1e6 for one in copies)
+    return {"rows": rows, "copy_tb_s": copy, "bits": _bits(say)}
+
+
+def _call(way: Callable[[Any, Any], Any], x: Any, weights: Sequence[Any], i: int) -> Any:
+    return way(x, weights[i])
+
+
+def _time(launch: Callable[[int], Any], launches: int) -> float:
+    """Microseconds of one of `launches` in a graph."""
+    import torch
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for i in range(min(launches, 2)):
+            launch(i)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for i in range(launches):
+                launch(i)
+        graph.replay()
+        taken = []
+        for _ in range(REPLAYS):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            taken.append(begin.elapsed_time(end) * 1e3 / launches)
+    return float(f"{statistics.median(taken):.4g}")
+
+
+def _inputs(kind: str, m: int, n: int, k: int) -> tuple[Any, Any]:
+    """Rows x [m, k] and a weight [n, k] that show the order of a sum, in bf16."""
+    import torch
+
+    x = torch.randn(m, k, device="cuda")
+    weight = torch.randn(n, k, device="cuda", dtype=torch.bfloat16)
+    if kind == "cancelling":
+        weight[:, k // 2 :] = weight[:, : k // 2].clone()
+        x[:, k // 2 :] = -x[:, : k // 2] * (1 + 2.0**-8)
+    if kind == "outliers":
+        x[:, ::97] *= 1e4
+        weight[::5, ::89] *= 1e3
+    if kind == "special":
+        x[:, ::7], x[:, 1::11], x[:, 2::13] = 0.0, -0.0, 1e-39
+        x[::9, 5], x[1::9, 6], x[2::9, 7], x[3::9, 8] = float("inf"), float("nan"), 3e38, -float("inf")
+    return x.to(torch.bfloat16), weight
+
+
+class _Counted:
+    """How many elements of an implementation's outputs differ from the reference's, of how many."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self.differ, self.of = torch.zeros((), device="cuda", dtype=torch.int64), 0
+
+    def compare(self, out: Any, like: Any) -> None:
+        import torch
+
+        same = (out.view(torch.int16) == like.view(torch.int16)) | (out.isnan() & like.isnan())
+        self.differ += (~same).sum()
+        self.of += out.numel()
+
+
+def _bits(say: Callable[[str], None]) -> list[dict[str, Any]]:
+    """By shape and implementation: kinds of inputs, every number of rows to EVERY for most, every width, 20 replays."""
+    found = []
+    for n, k in sorted({shape for shapes in SHAPES.values() for shape in shapes}):
+        say(f"bits of ({n}, {k})")
+        counted = {"cublaslt": _Counted(), "skinny": _Counted()}
+        for kind in KINDS:
+            _compare(n, k, kind, **counted)
+        for name, one in counted.items():
+            found.append({"n": n, "k": k, "implementation": name, "differ": int(one.differ), "of": one.of})
+    return found
+
+
+def _compare(n: int, k: int, kind: str, cublaslt: _Counted, skinny: _Counted) -> None:
+    import torch
+    from vllm.model_executor.layers import batch_invariant_sm90
+
+    operators = torch.ops.batch_invariant
+    x, weight = _inputs(kind, EVERY, n, k)
+    reference = operators.reference_gemm(x, weight)
+    thorough = kind == "normal" and n < 100_000
+    for m in [*range(1, EVERY + 1, 1 if thorough else 37), EVERY]:
+        cublaslt.compare(operators.cublaslt_gemm(x[:m], weight), reference[:m])
+    for m in range(1, batch_invariant_sm90.MOST_ROWS + 1, 1 if kind == "normal" else 7):
+        for width in batch_invariant_sm90.WIDTHS:
+            skinny.compare(operators.skinny_gemm(x[:m], weight, None, False, width), reference[:m])
+    if thorough:
+        for m in POWERS:
+            long, _ = _inputs(kind, m, 1, k)
+            some = torch.arange(0, m, 61, device="cuda")
+            cublaslt.compare(operators.cublaslt_gemm(long, weight)[some], operators.reference_gemm(long[some], weight))
+    few, stream, graph = x[:16].clone(), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream):
+        by_skinny = operators.skinny_gemm(few, weight, None, False, 48)
+        by_cublaslt = operators.cublaslt_gemm(few, weight)
+    torch.cuda.current_stream().wait_stream(stream)
+    for _ in range(20):
+        graph.replay()
+        skinny.compare(by_skinny, reference[:16])
+        cublaslt.compare(by_cublaslt, reference[:16])
+
+
+def summary(finding: Mapping[str, Any]) -> dict[str, float]:
+    """The figures that are asked for: ours ÷ cuBLAS over all rows, and bytes a second of large weights at few rows."""
+    faster = [row["microseconds"]["cublas"] / row["microseconds"]["skinny"] for row in finding["rows"]]
+    large = [
+        row["n"] * row["k"] * 2 / row["microseconds"]["skinny"] / 1e6 / finding["copy_tb_s"]
+        for row in finding["rows"]
+        if row["n"] * row["k"] * 2 >= LARGE and row["m"] <= 16
+    ]
+    return {
+        "geometric mean": math.exp(sum(map(math.log, faster)) / len(faster)),
+        "worst": min(faster),
+        "share of the copy's bandwidth": min(large),
+        "elements that differ": float(sum(row["differ"] for row in finding["bits"])),
+    }
+
+
+def table(finding: Mapping[str, Any], rows: Sequence[int] = (1, 16, 64)) -> Table:
+    """Microseconds of each way at some numbers of rows, ours ÷ cuBLAS, and the bandwidth of ours."""
+    drawn = Table(title="µs a product, weights rotated, in one graph", box=box.SIMPLE)
+    for column in ("model", "N", "K", "M", "cuBLAS", "cuBLASLt, no split", "vLLM's", "ours", "cuBLAS ÷ ours", "TB/s"):
+        drawn.add_column(column, justify="right", no_wrap=True)
+    for row in finding["rows"]:
+        if row["m"] not in rows:
+            continue
+        times = row["microseconds"]
+        drawn.add_row(
+            *(str(row[key]) for key in ("model", "n", "k", "m")),
+            *(f"{times[name]:.1f}" for name in ("cublas", "cublaslt", "vllm", "skinny")),
+            f"{times['cublas'] / times['skinny']:.2f}",
+            f"{row['n'] * row['k'] * 2 / times['skinny'] / 1e6:.2f}",
+        )
+    return drawn
+
+
+if __name__ == "__main__":
+    from vllm.model_executor.layers import batch_invariant_linear, batch_invariant_sm90
+
+    batch_invariant_linear.enable()
+    batch_invariant_sm90.enable()
+    found = measure(lambda phase: print(phase, file=sys.stderr, flush=True))
+    print(json.dumps(found))
