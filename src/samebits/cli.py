@@ -698,6 +698,31 @@ def bench_engine(
         out.print(f"{record}", markup=False)
 
 
+@bench.command("gemm")
+def bench_gemm(
+    record: Annotated[Path | None, typer.Option("--out", help="write the measurement to this JSON file")] = None,
+) -> None:
+    """Time products of few rows on one GPU, ours beside the libraries', and compare their bits with the reference.
+
+    Exit code 1 if one element differs.
+
+    Example: `samebits bench gemm --out build/gemm.json`
+    """
+    from samebits.bench import gemm
+    from samebits.evidence.measurement import GEMM
+
+    with _phases() as say:
+        document = gemm.document(say)
+    out.print(gemm.table(document))
+    for name, value in gemm.summary(document).items():
+        out.print(f"{name}: {value:.3g}", markup=False)
+    if record is not None:
+        GEMM.write(record, document)
+        out.print(f"{record}", markup=False)
+    if any(row["differ"] for row in document["bits"]):
+        raise typer.Exit(1)
+
+
 @contextmanager
 def _phases() -> Iterator[Callable[[str], None]]:
     """What says which phase is running: on one line that changes, or a line each where nobody looks."""

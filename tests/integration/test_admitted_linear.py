@@ -122,7 +122,7 @@ def test_the_inputs_show_the_order_of_a_sum_and_hold_what_is_special(monkeypatch
 @pytest.mark.parametrize("n, k", sorted(hopper.TILES))
 def test_the_table_of_tiles_names_kernels_that_there_are_for_all_rows(n: int, k: int) -> None:
     lasts = [last for last, _ in hopper.TILES[n, k]]
-    assert lasts == sorted(lasts) and lasts[-1] == hopper.MOST_ROWS and hopper._fits(n, k)
+    assert lasts == sorted(lasts) and lasts[-1] == hopper.MOST_ROWS and hopper.offers(n, k)
     for m in range(1, hopper.MOST_ROWS + 1):
         assert hopper.columns(n, k, m, 132) in hopper.WIDTHS
 

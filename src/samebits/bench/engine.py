@@ -41,7 +41,6 @@ def draw_weights(model: Any) -> int:
 
 
 def _make(job: dict[str, Any]) -> tuple[dict[str, Workload], dict[str, Any]]:
-    import torch
 
     import vllm
 
@@ -59,12 +58,7 @@ def _make(job: dict[str, Any]) -> tuple[dict[str, Workload], dict[str, Any]]:
     if job.get("said"):
         engine.apply_model(draw_weights)
         facts["said"] = _say(engine, prompts)
-        facts["card"] = {
-            "name": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "cuda": str(torch.version.cuda),
-            "driver": pathlib.Path("/sys/module/nvidia/version").read_text().strip(),
-        }
+        facts["card"] = card()
         facts["admitted"] = _admitted()
 
     def workload(prompt: int, answer: int, requests: int) -> Workload:
@@ -82,6 +76,18 @@ def _make(job: dict[str, Any]) -> tuple[dict[str, Workload], dict[str, Any]]:
         return generate
 
     return {f"{c['prompt']},{c['answer']},{c['requests']}": workload(**c) for c in job["cases"]}, facts
+
+
+def card() -> dict[str, str]:
+    """The GPU of this process, and what stands between it and a kernel."""
+    import torch
+
+    return {
+        "name": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+        "driver": pathlib.Path("/sys/module/nvidia/version").read_text().strip(),
+    }
 
 
 def _say(engine: Any, prompts: Any) -> dict[str, Any]:

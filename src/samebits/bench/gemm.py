@@ -1,20 +1,24 @@
 """Products of few rows on one GPU: ours, cuBLASLt without split-K and vLLM's own, against cuBLAS; and the bits of each.
 
-``python -m samebits.bench.gemm`` prints the finding as JSON. A time is the median of replays of one CUDA graph with a
+A time is the median of replays of one CUDA graph with a
 launch for each of several weights, more bytes than the L2 cache holds, back to back; clocks are left alone. Bits are
 compared with the reference kernel.
 """
 
-import json
+import datetime
+import hashlib
 import math
 import statistics
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from rich import box
 from rich.table import Table
+
+from samebits.evidence.measurement import GEMM
+
+from .engine import card
 
 # (N, K) of the linears of Qwen3 models: qkv, output, gate and up, down, vocabulary.
 SHAPES = {
@@ -53,6 +57,10 @@ def measure(say: Callable[[str], None]) -> dict[str, Any]:
         "cublaslt": operators.cublaslt_gemm,
         "vllm": lambda x, w: batch_invariant.matmul_persistent(x, w.t()),
     }
+
+    def serving(n: int, k: int) -> str:
+        return "skinny" if batch_invariant_sm90.offers(n, k) else "cublaslt"
+
     split(True)
     rows = []
     for model, shapes in SHAPES.items():
@@ -63,7 +71,7 @@ def measure(say: Callable[[str], None]) -> dict[str, Any]:
             for m in ROWS:
                 x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
                 times = {name: _time(partial(_call, way, x, weights), launches) for name, way in ways.items()}
-                rows.append({"model": model, "n": n, "k": k, "m": m, "microseconds": times})
+                rows.append({"model": model, "n": n, "k": k, "m": m, "served": serving(n, k), "microseconds": times})
     say("bandwidth of a copy")
     big = torch.empty(1 << 28, device="cuda")
     other = torch.empty_like(big)
@@ -182,10 +190,10 @@ def _compare(n: int, k: int, kind: str, cublaslt: _Counted, skinny: _Counted) ->
 
 
 def summary(finding: Mapping[str, Any]) -> dict[str, float]:
-    """The figures that are asked for: ours ÷ cuBLAS over all rows, and bytes a second of large weights at few rows."""
-    faster = [row["microseconds"]["cublas"] / row["microseconds"]["skinny"] for row in finding["rows"]]
+    """The figures that are asked for: what serves against cuBLAS, and bytes a second of large weights at few rows."""
+    faster = [row["microseconds"]["cublas"] / row["microseconds"][row["served"]] for row in finding["rows"]]
     large = [
-        row["n"] * row["k"] * 2 / row["microseconds"]["skinny"] / 1e6 / finding["copy_tb_s"]
+        row["n"] * row["k"] * 2 / row["microseconds"][row["served"]] / 1e6 / finding["copy_tb_s"]
         for row in finding["rows"]
         if row["n"] * row["k"] * 2 >= LARGE and row["m"] <= 16
     ]
@@ -198,27 +206,35 @@ def summary(finding: Mapping[str, Any]) -> dict[str, float]:
 
 
 def table(finding: Mapping[str, Any], rows: Sequence[int] = (1, 16, 64)) -> Table:
-    """Microseconds of each way at some numbers of rows, ours ÷ cuBLAS, and the bandwidth of ours."""
-    drawn = Table(title="µs a product, weights rotated, in one graph", box=box.SIMPLE)
-    for column in ("model", "N", "K", "M", "cuBLAS", "cuBLASLt, no split", "vLLM's", "ours", "cuBLAS ÷ ours", "TB/s"):
+    """Microseconds of each way at some numbers of rows, the one that serves in bold, and what it gains and reads."""
+    drawn = Table(title=f"µs a product on {finding['card']['name']}, weights rotated, in one graph", box=box.SIMPLE)
+    columns = {"cublas": "cuBLAS", "vllm": "vLLM's", "cublaslt": "cuBLASLt, no split", "skinny": "ours"}
+    for column in ("model", "N", "K", "M", *columns.values(), "cuBLAS ÷ serving", "TB/s"):
         drawn.add_column(column, justify="right", no_wrap=True)
     for row in finding["rows"]:
         if row["m"] not in rows:
             continue
-        times = row["microseconds"]
+        times, served = row["microseconds"], row["microseconds"][row["served"]]
         drawn.add_row(
             *(str(row[key]) for key in ("model", "n", "k", "m")),
-            *(f"{times[name]:.1f}" for name in ("cublas", "cublaslt", "vllm", "skinny")),
-            f"{times['cublas'] / times['skinny']:.2f}",
-            f"{row['n'] * row['k'] * 2 / times['skinny'] / 1e6:.2f}",
+            *(f"[bold]{times[name]:.1f}[/]" if name == row["served"] else f"{times[name]:.1f}" for name in columns),
+            f"{times['cublas'] / served:.2f}",
+            f"{row['n'] * row['k'] * 2 / served / 1e6:.2f}",
         )
     return drawn
 
 
-if __name__ == "__main__":
+def document(say: Callable[[str], None]) -> dict[str, Any]:
+    """Measure, as a document of schema gemm-1: with the card, and the hash of each library that was measured."""
     from vllm.model_executor.layers import batch_invariant_linear, batch_invariant_sm90
 
     batch_invariant_linear.enable()
     batch_invariant_sm90.enable()
-    found = measure(lambda phase: print(phase, file=sys.stderr, flush=True))
-    print(json.dumps(found))
+    libraries = (batch_invariant_linear.LIBRARY, batch_invariant_sm90.LIBRARY)
+    return GEMM.build(
+        command="samebits bench gemm",
+        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        card=card(),
+        libraries={file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in libraries},
+        **measure(say),
+    )

@@ -49,12 +49,11 @@ class Child:
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()  # what it waits for: it ends by itself
-        try:
+        with suppress(subprocess.TimeoutExpired):
             self._process.wait(PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        with suppress(ProcessLookupError):  # and what it started: an engine's own processes outlive one that failed
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
     def ready(self) -> dict[str, Any]:
         """What the process says of itself once it can serve. RunFailed if it ends before."""

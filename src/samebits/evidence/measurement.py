@@ -13,3 +13,4 @@ class MeasurementError(SamebitsError):
 
 BENCH = Kind("bench-1", MeasurementError, "measure")
 ENGINES = Kind("engines-1", MeasurementError, "measure")
+GEMM = Kind("gemm-1", MeasurementError, "measure")

@@ -1,4 +1,4 @@
-// The product by cuBLASLt without split-K and without a workspace. Its choice of a kernel, a fifth of a millisecond's work,
+// The product by cuBLASLt without split-K. Its choice of a kernel, a fifth of a millisecond's work,
 // is kept by shape: a forward pass asks for the same few shapes again and again.
 #pragma once
 
@@ -24,6 +24,7 @@ static_assert(sizeof(Choice) == 96);
 constexpr int32_t kCompute32F = 68, kFloat = 0, kBf16 = 14, kTransposed = 1;
 constexpr int32_t kTransA = 3;                                             // cublasLtMatmulDescAttributes_t
 constexpr int32_t kMaxWorkspace = 1, kReductionSchemes = 3, kAlignmentA = 5;  // cublasLtMatmulPreferenceAttributes_t
+constexpr int64_t kWorkspace = 1024;                                       // bytes
 constexpr int32_t kSplitK = 2;                                             // cublasLtMatmulAlgoConfigAttributes_t
 
 struct Library {
@@ -64,8 +65,8 @@ struct Library {
       check(product_set(l->product, kTransA, &kTransposed, sizeof kTransposed), "cublasLtMatmulDescSetAttribute");
       check(preference_create(&l->preference), "cublasLtMatmulPreferenceCreate");
       // Asked with room for splitting K, the library ranks its kernels as if they split it, and then strips that: a slow one
-      // comes first. A choice that does need the workspace is passed over below.
-      const size_t little = 1024;
+      // comes first. Some kernels want a little for other ends.
+      const size_t little = kWorkspace;
       const uint32_t no_scheme = 0;  // of splitting K
       check(l->preference_set(l->preference, kMaxWorkspace, &little, sizeof little), "cublasLtMatmulPreferenceSetAttribute");
       check(l->preference_set(l->preference, kReductionSchemes, &no_scheme, sizeof no_scheme),
@@ -122,7 +123,7 @@ inline uint32_t alignment_of(const void* p) {
   return !address || lowest > 256 ? 256 : uint32_t(lowest);
 }
 
-// The library's first choice that splits no K and needs no workspace; not usable if there is none.
+// The library's first choice that splits no K; not usable if there is none.
 inline void choose(const Library& l, const Layouts& layouts, Entry& e) {
   const uint32_t alignment = e.key.alignment;
   for (int32_t i = 0; i < 4; ++i) l.preference_set(l.preference, kAlignmentA + i, &alignment, sizeof alignment);
@@ -132,7 +133,7 @@ inline void choose(const Library& l, const Layouts& layouts, Entry& e) {
   for (int32_t i = 0; i < count && !e.usable; ++i) {
     uint32_t split = 0;
     size_t written = 0;
-    if (choices[i].state || choices[i].workspace) continue;
+    if (choices[i].state || choices[i].workspace > kWorkspace) continue;
     if (l.config(&choices[i].algorithm, kSplitK, &split, sizeof split, &written) || split > 1) continue;
     e.algorithm = choices[i].algorithm;
     e.usable = true;
@@ -183,9 +184,11 @@ inline bool multiply(const Product& p, const void* x, const void* weight, void* 
   if (!layouts.made()) return false;
   const Entry e = entry_of(l, layouts, key);
   if (!e.usable) return false;
+  const int64_t bytes = kWorkspace / 4;
+  const stable::Tensor workspace = cuda::empty(1, &bytes, aoti_torch_dtype_float32(), place.index);
   const float one = 1, zero = 0;
   const int32_t error = l.multiply(l.handle, l.product, &one, weight, layouts.weight, x, layouts.x, &zero, out, layouts.out, out,
-                                   layouts.out, &e.algorithm, nullptr, 0, place.stream);
+                                   layouts.out, &e.algorithm, workspace.data<void>(), kWorkspace, place.stream);
   return !error;
 }
 

@@ -16,6 +16,8 @@ WIDTHS = (16, 24, 32, 40, 48, 64, 80, 96, 128)  # columns of a tile that there a
 # Columns of a tile by (N, K): (to M, columns), …, measured on one NVIDIA H200 by `samebits bench gemm --tune`. They change
 # speed and never bits.
 TILES: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {
+    (1024, 2048): ((64, 16),),
+    (1024, 3072): ((64, 16),),
     (4096, 1024): ((32, 80), (64, 48),),
     (4096, 2048): ((8, 64), (32, 48), (64, 64),),
     (6144, 1024): ((32, 80), (64, 64),),
@@ -55,10 +57,13 @@ def enable() -> None:
         )
     if not hasattr(torch.ops.batch_invariant, "skinny_gemm"):
         torch.ops.load_library(str(LIBRARY))
-    batch_invariant_linear.offer(batch_invariant_linear.Implementation("skinny", _skinny, MOST_ROWS, _fits))
+    batch_invariant_linear.offer(batch_invariant_linear.Implementation("skinny", _skinny, MOST_ROWS, offers))
 
 
-def _fits(n: int, k: int) -> bool:
-    """TMA reads rows whose length is a multiple of 16 bytes; and where N <= K, cuBLASLt has as many tiles and a shorter
-    chain (an output projection, the second matrix of an MLP)."""
-    return k % 8 == 0 and 0 < k < n
+def offers(n: int, k: int) -> bool:
+    """Shapes of the table, and any others with more columns than depth.
+
+    Elsewhere (an output projection, the second matrix of an MLP) cuBLASLt has as many tiles and a shorter chain. TMA reads
+    rows whose length is a multiple of 16 bytes.
+    """
+    return k > 0 and k % 8 == 0 and (n > k or (n, k) in TILES)
