@@ -419,7 +419,7 @@ def check_bits(
     """Ask a running engine the same in many ways (batch, prefill, cache, threads, order) and compare the bits.
 
     The table says mismatched of compared logprobs, a row a cell. OUT/invariance.json is the matrix with its verdict;
-    `samebits judge` judges it again. Exit code 1 if BI=1 has a mismatch, or a cell compared nothing.
+    `samebits judge` judges it again. Exit code 1 if BI=1 has a mismatch, or a cell is incomplete or did not take place.
 
     Examples: `samebits check bits --out build/bits`, `samebits check bits --arm 0 --quick --out build/quick`
     """

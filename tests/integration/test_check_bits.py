@@ -46,7 +46,8 @@ def test_both_arms_in_one_table_and_batch_invariance_has_no_mismatch(
     assert not any(c["mismatched"] for c in document["cells"] if c["arm"] == 1)
     assert any(c["mismatched"] for c in document["cells"] if c["arm"] == 0), "the model is too small to show anything"
     for name in ("preemption and recompute", "prefix cache: off, warm", "chunked prefill, budget 32"):
-        assert all(c["proof"] for c in document["cells"] if c["cell"] == name)
+        proofs = [c["proof"] for c in document["cells"] if c["cell"] == name]
+        assert all(not any(p["left"].values()) and all(p["right"].values()) for p in proofs) and len(proofs) == 2
     assert "BI=0 float32" in done.stdout and "BI=1 float32" in done.stdout and "request order" in done.stdout
 
 

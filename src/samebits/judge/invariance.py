@@ -7,6 +7,8 @@ counts into reasons, and is all that a verdict rests on; `rejudge_matrix` applie
 from __future__ import annotations
 
 import hashlib
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,12 @@ from samebits.evidence import provenance, schema, strictjson
 from samebits.evidence.invariance import KIND
 
 from .compare import values
-from .matrix import Cell, cells
+from .matrix import Cell, Plan, Request, Requests, cells, says
 from .verdict import JudgeError, Reason, _fail, _open, _text, _worst
 
 SUFFIX = ".said.json"
 _INFINITE = np.uint32(0x7F80_0000)
-_NO_COUNTS = {
+_NO_COUNTS: dict[str, Any] = {
     "compared": 0,
     "mismatched": 0,
     "nonfinite": 0,
@@ -30,7 +32,6 @@ _NO_COUNTS = {
     "missing": 0,
     "distinct": 0,
     "max_abs": 0.0,
-    "proof": None,
     "apart": None,
     "first": None,
 }
@@ -38,33 +39,40 @@ _NO_COUNTS = {
 Said = dict[str, Any]
 
 
-def judge_recordings(out: Path, quick: bool) -> dict[str, Any]:
+def judge_recordings(out: Path, quick: bool, arms: Sequence[int], dtypes: Sequence[str]) -> dict[str, Any]:
     """The matrix of OUT/recordings, as a sealed document (schemas/invariance-1.json).
 
-    Whatever is missing, damaged or not what it claims to be is a reason against it. JudgeError if there is nothing."""
+    quick, arms, dtypes: what was asked for; the executions' commands must say the same. Whatever of it is missing,
+    damaged or not what it claims to be is a reason against it. JudgeError if there is nothing."""
     folder = out / "recordings"
-    runs = sorted(path.name for path in folder.glob("arm[01]-*") if path.is_dir())
+    columns = {f"arm{arm}-{dtype}": (arm, dtype) for arm in arms for dtype in dtypes}
+    runs = {path.name for path in folder.glob("arm[01]-*") if path.is_dir()}
     if not runs:
         raise JudgeError(f"{out} holds no recordings; pass the folder that `samebits check bits --out` wrote")
-    reasons: list[Reason] = []
+    reasons = [_fail(run, "was not asked for") for run in sorted(runs - columns.keys())]
     found: list[dict[str, Any]] = []
     digests: dict[str, str] = {}
     contracts: dict[str, Any] = {}
-    executions: dict[str, Any] = {}
-    for run in runs:
-        arm, dtype = int(run[3]), run[5:]
-        if str(arm) not in executions:
-            executions[str(arm)] = _execution(folder / f"arm{arm}.execution.json", arm, reasons)
-        engines = _read(folder / run, arm, dtype, digests, reasons)
+    executions = {str(arm): _execution(folder / f"arm{arm}.execution.json", arm, reasons) for arm in arms}
+    plan, wanted = says(quick), cells(quick)
+    for run, (arm, dtype) in columns.items():
+        engines = _read(folder / run, arm, dtype, plan, digests, reasons)
         for name, said in engines.items():
             if contracts.setdefault(str(arm), said["facts"]["contract"]) != said["facts"]["contract"]:
                 reasons.append(_fail(f"{run}/{name}", "computed under another contract than its siblings"))
-        for cell in cells(quick):
+        for cell in wanted:
             counts = _judge(cell, engines, f"{run}: {cell.name}", reasons)
             found.append({"arm": arm, "dtype": dtype, "cell": cell.name, **counts})
-    facts = {"quick": quick, "cells": found, "contracts": contracts, "executions": executions}
+    facts = {
+        "quick": quick,
+        "asked": {"arms": list(arms), "dtypes": list(dtypes)},
+        "cells": found,
+        "contracts": contracts,
+        "executions": executions,
+        "recordings": digests,
+    }
     reasons += [reason for reason in _rules(facts) if reason not in reasons]
-    return KIND.build(verdict=_worst(reasons), reasons=reasons, **facts, recordings=digests)
+    return KIND.build(verdict=_worst(reasons), reasons=reasons, **facts)
 
 
 def rejudge_matrix(document: dict[str, Any]) -> str:
@@ -116,7 +124,9 @@ def _execution(path: Path, arm: int, reasons: list[Reason]) -> dict[str, Any] | 
     return identity
 
 
-def _read(folder: Path, arm: int, dtype: str, digests: dict[str, str], reasons: list[Reason]) -> dict[str, Said]:
+def _read(
+    folder: Path, arm: int, dtype: str, plan: Plan, digests: dict[str, str], reasons: list[Reason]
+) -> dict[str, Said]:
     """The recordings of one arm and dtype that can be believed, by the engine's name."""
     found = {}
     for path in sorted(folder.glob(f"*{SUFFIX}")):
@@ -130,18 +140,12 @@ def _read(folder: Path, arm: int, dtype: str, digests: dict[str, str], reasons: 
         wrong = schema.problems(said, "said-1")
         if not wrong and said["engine"] != path.name.removesuffix(SUFFIX):
             wrong = [f"is a recording of engine {said['engine']}"]
+        if not wrong and said["engine"] not in plan:
+            wrong = ["is no engine of the matrix"]
         if not wrong and (said["facts"]["arm"], said["facts"]["dtype"]) != (arm, dtype):
             wrong = [f"ran arm {said['facts']['arm']} in {said['facts']['dtype']}"]
         for say, one in [] if wrong else said["says"].items():
-            for name, request in one["requests"].items():
-                # Not in the schema: a validator takes a second for what this does in a millisecond.
-                if not all(type(n) is int and 0 <= n < 1 << 32 for n in (*request["tokens"], *request["bits"])):
-                    wrong.append(f"{say}/{name}: tokens or bits are not integers of 32 bits")
-                    continue
-                if not 0 < request["start"] <= request["prompt"] <= len(request["tokens"]):
-                    wrong.append(f"{say}/{name}: begins at {request['start']} of {len(request['tokens'])} tokens")
-                if len(request["bits"]) != len(request["tokens"]) - request["start"]:
-                    wrong.append(f"{say}/{name}: {len(request['bits'])} logprobs for other than as many tokens")
+            wrong += [f"{say}{problem}" for problem in _unlike(one["requests"], plan[said["engine"]].get(say))]
         if wrong:
             reasons.append(_fail(where, wrong[0]))
             continue
@@ -150,9 +154,32 @@ def _read(folder: Path, arm: int, dtype: str, digests: dict[str, str], reasons: 
     return found
 
 
+def _unlike(recorded: dict[str, Said], planned: Requests | None) -> list[str]:
+    """In what the requests of one say are not the planned ones."""
+    if planned is None:
+        return [": is not asked of this engine"]
+    if list(recorded) != [request.id for request in planned]:
+        lost = [request.id for request in planned if request.id not in recorded]
+        missing = f": {len(lost)} of {len(planned)} requests are missing: {', '.join(lost[:3])}"
+        return [missing if lost else ": other requests, or in another order"]
+    wrong = []
+    for request in planned:
+        one = recorded[request.id]
+        # Not in the schema: a validator takes a second for what this does in a millisecond.
+        if not all(type(n) is int and 0 <= n < 1 << 32 for n in (*one["tokens"], *one["bits"])):
+            wrong.append(f"/{request.id}: tokens or bits are not integers of 32 bits")
+        shape = (one["prompt"], one["start"], len(one["tokens"]), len(one["bits"]))
+        if shape != (request.prompt, request.start, request.tokens, request.tokens - request.start):
+            wrong.append(
+                f"/{request.id}: prompt of {shape[0]}, begins at {shape[1]}, {shape[2]} tokens, {shape[3]} logprobs; "
+                f"asked for a prompt of {request.prompt}, from {request.start}, {request.tokens} tokens"
+            )
+    return wrong
+
+
 def _judge(cell: Cell, engines: dict[str, Said], where: str, reasons: list[Reason]) -> dict[str, Any]:
     """The counts of one cell."""
-    counts: dict[str, Any] = dict(_NO_COUNTS)
+    counts = {**_NO_COUNTS, "missing": len(cell.pairs), "proof": {"left": {}, "right": {}}}
     try:
         (left, left_say), (right, right_say) = (
             (engines[engine], engines[engine]["says"][say]) for engine, say in (cell.left, cell.right)
@@ -160,29 +187,34 @@ def _judge(cell: Cell, engines: dict[str, Said], where: str, reasons: list[Reaso
     except KeyError as missing:
         reasons.append(_open(where, f"there is no recording of {missing}"))
         return counts
-    pairs = cell.pairs or tuple((name, name) for name in left_say["requests"] if name in right_say["requests"])
     seen: set[int] = set()
-    for one, other in pairs:
-        if one not in left_say["requests"] or other not in right_say["requests"]:
-            counts["missing"] += 1
+    for one, other in cell.pairs:
+        a, b = left_say["requests"][one.id], right_say["requests"][other.id]
+        shared = min(one.prompt, other.prompt)
+        if a["tokens"][:shared] != b["tokens"][:shared]:
+            reasons.append(_fail(where, f"{one.id} and {other.id} were not asked the same"))
             continue
-        a, b = left_say["requests"][one], right_say["requests"][other]
-        begin = max(a["start"], b["start"], a["prompt"] if cell.answers else 0)
-        end = min(len(a["tokens"]), len(b["tokens"]))
-        if a["tokens"][: min(begin, a["prompt"])] != b["tokens"][: min(begin, a["prompt"])] or begin >= end:
-            reasons.append(_fail(where, f"{one} and {other} were not asked the same"))
-            continue
-        _count(counts, seen, (one, other), (a, b), begin, end)
+        counts["missing"] -= 1
+        _count(counts, seen, (one, other), (a, b), *cell.span(one, other))
     counts["distinct"] = len(seen)
-    if cell.proof:
-        counts["proof"] = right_say["facts"][cell.proof]
+    facts = {
+        "left": {**left["facts"], **left_say["facts"]},
+        "right": {**right["facts"], **right_say["facts"]},
+    }
+    for proof in cell.proofs:
+        counts["proof"][proof.side][proof.fact] = facts[proof.side][proof.fact]
     if cell.apart:
         counts["apart"] = left["facts"][cell.apart] != right["facts"][cell.apart]
     return counts
 
 
 def _count(
-    counts: dict[str, Any], seen: set[int], names: tuple[str, str], pair: tuple[Said, Said], begin: int, end: int
+    counts: dict[str, Any],
+    seen: set[int],
+    asked: tuple[Request, Request],
+    pair: tuple[Said, Said],
+    begin: int,
+    end: int,
 ) -> None:
     """Compare positions [begin, end) of two requests, up to and with the first whose tokens differ."""
     tokens = [np.array(one["tokens"][begin:end]) for one in pair]
@@ -205,10 +237,10 @@ def _count(
         at = int(np.argmax(differ))
         position = begin + at
         counts["first"] = {
-            "request": names[0],
-            "against": names[1],
+            "request": asked[0].id,
+            "against": asked[1].id,
             "position": position,
-            "of": "answer" if position >= pair[0]["prompt"] else "prompt",
+            "of": "answer" if position >= asked[0].prompt else "prompt",
             "tokens": [int(one[at]) for one in tokens],
             "bits": [f"{int(left[at]):08x}", f"{int(right[at]):08x}"],
         }
@@ -225,43 +257,74 @@ def _rules(facts: dict[str, Any]) -> list[Reason]:
     """Every reason that follows from the counts alone. BI=0 may differ; nothing else may be amiss in either arm."""
     reasons = []
     wanted = {cell.name: cell for cell in cells(facts["quick"])}
-    have: dict[tuple[int, str], set[str]] = {}
+    arms, dtypes = facts["asked"]["arms"], facts["asked"]["dtypes"]
+    have: dict[tuple[int, str], set[str]] = {(arm, dtype): set() for arm in arms for dtype in dtypes}
     for c in facts["cells"]:
-        have.setdefault((c["arm"], c["dtype"]), set()).add(c["cell"])
         where = f"arm{c['arm']}-{c['dtype']}: {c['cell']}"
+        if (c["arm"], c["dtype"]) not in have:
+            reasons.append(_fail(where, "was not asked for"))
+            continue
+        have[c["arm"], c["dtype"]].add(c["cell"])
         cell = wanted.get(c["cell"])
         if cell is None:
             reasons.append(_fail(where, "is no cell of the matrix"))
             continue
-        if not c["compared"]:
-            reasons.append(_open(where, "nothing was compared"))
-        elif c["distinct"] < 2:
-            reasons.append(_open(where, "every logprob is the same: they say nothing"))
-        if c["missing"]:
-            reasons.append(_open(where, f"{c['missing']} requests are missing"))
-        if cell.proof and (c["proof"] or 0) < cell.least:
-            what = f"{cell.proof} is {c['proof']}, less than {cell.least}: what the cell is about did not take place"
-            reasons.append(_open(where, what))
-        if cell.apart and c["apart"] is not True:
-            reasons.append(_open(where, f"the two engines do not differ in {cell.apart}"))
-        if c["nonfinite"]:
-            reasons.append(_fail(where, f"{c['nonfinite']} logprobs are infinite or NaN"))
-        if c["arm"] == 1 and c["mismatched"]:
-            reasons.append(_fail(where, _accusation(c)))
+        reasons += _rules_of_cell(c, cell, where)
     for (arm, dtype), names in have.items():
         for name in wanted.keys() - names:
             reasons.append(_open(f"arm{arm}-{dtype}: {name}", "the cell is missing"))
-    for arm in sorted({c["arm"] for c in facts["cells"]}):
+    recordings = {f"arm{arm}-{dtype}/{engine}" for arm, dtype in have for engine in says(facts["quick"])}
+    for name in recordings - facts["recordings"].keys():
+        reasons.append(_open(name, "there is no recording that can be believed"))
+    for name in facts["recordings"].keys() - recordings:
+        reasons.append(_fail(name, "is a recording that was not asked for"))
+    for arm in arms:
         identity = facts["executions"].get(str(arm))
         if not identity:
             reasons.append(_fail(f"arm{arm}", "has no execution identity"))
-        elif identity.get("contract") != facts["contracts"].get(str(arm)):
+            continue
+        if identity.get("contract") != facts["contracts"].get(str(arm)):
             reasons.append(_fail(f"arm{arm}", "its execution identity names another contract than its engines"))
-    if 1 in {c["arm"] for c in facts["cells"]} and not facts["contracts"].get("1"):
+        words = identity["command"]
+        said = (_options(words, "--arm"), _options(words, "--dtype"), "--quick" in words)
+        if said != ([str(arm) for arm in arms], dtypes, facts["quick"]):
+            reasons.append(_fail(f"arm{arm}", f"its command asks for another matrix: {' '.join(words)}"))
+    for arm in sorted(facts["executions"].keys() - set(map(str, arms))):
+        reasons.append(_fail(f"arm{arm}", "has an execution identity and was not asked for"))
+    if 1 in arms and not facts["contracts"].get("1"):
         reasons.append(_fail("arm1", "its engines computed by no contract"))
-    if not facts["cells"]:
-        reasons.append(_open("matrix", "holds no cell"))
     return sorted(reasons, key=lambda r: (r["verdict"] != "fail", r["where"]))
+
+
+def _options(words: list[str], name: str) -> list[str]:
+    """The values that a command gives an option."""
+    return [value for option, value in itertools.pairwise(words) if option == name]
+
+
+def _rules_of_cell(c: dict[str, Any], cell: Cell, where: str) -> list[Reason]:
+    """What is amiss in the counts of one cell: that all was compared, and that what the cell is about took place."""
+    if not c["compared"]:
+        return [_open(where, "nothing was compared")]
+    reasons = []
+    if c["missing"]:
+        reasons.append(_open(where, f"{c['missing']} of {len(cell.pairs)} pairs of requests are missing"))
+    if c["compared"] + c["unreached"] != cell.positions or c["compared"] < len(cell.pairs):
+        counted = f"{c['compared']} logprobs were compared and {c['unreached']} not reached"
+        reasons.append(_open(where, f"{counted}, of {cell.positions} in {len(cell.pairs)} pairs of requests"))
+    if c["distinct"] < 2:
+        reasons.append(_open(where, "every logprob is the same: they say nothing"))
+    for proof in cell.proofs:
+        wrong = proof.refutes(c["proof"][proof.side].get(proof.fact))
+        if wrong:
+            of = "/".join(cell.left if proof.side == "left" else cell.right)
+            reasons.append(_open(where, f"{of}: {wrong}: what the cell is about did not take place"))
+    if cell.apart and c["apart"] is not True:
+        reasons.append(_open(where, f"the two engines do not differ in {cell.apart}"))
+    if c["nonfinite"]:
+        reasons.append(_fail(where, f"{c['nonfinite']} logprobs are infinite or NaN"))
+    if c["arm"] == 1 and c["mismatched"]:
+        reasons.append(_fail(where, _accusation(c)))
+    return reasons
 
 
 def _accusation(c: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ import pathlib
 import random
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,13 +30,6 @@ from .weights import VOCABULARY_SIZE, write_weights
 SEED = 3
 DTYPES = ("bfloat16", "float32")
 FORCED = 7  # the token that a prompt of the power-of-two cells is answered with: so all are prefixes of one text
-ANSWER, FORCED_ANSWER = 6, 4
-VICTIMS = (5, 20, 70)
-# 9 and 10 are the two sides of a tile that a neighbour's prefill once flipped.
-NEIGHBOURS = (1, 9, 10, 3, 16, 2, 7, 33, 4, 12)
-SAMPLE, QUICK_SAMPLE = (3, 9, 17, 33, 65, 200), (3, 40, 65)
-PREFIXES = (40, 70, 100)
-CROWD = 6  # requests that need one more block each at the same step, from a cache that has one to spare
 
 Requests = list[dict[str, Any]]
 Say = Callable[[str], None]
@@ -57,8 +50,8 @@ class Engine:
     name: str
     arguments: dict[str, Any]
     says: dict[str, Requests]
-    threads: int = 0
-    group: str = "eager"
+    threads: int
+    group: str
 
 
 @dataclass(frozen=True)
@@ -77,56 +70,42 @@ def _prompt(name: str, length: int) -> list[int]:
     return random.Random(name).choices(range(VOCABULARY_SIZE), k=length)
 
 
-def _request(name: str, length: int, **more: Any) -> dict[str, Any]:
-    return {"id": name, "prompt": _prompt(name, length), "answer": ANSWER, "seed": len(name) + length, **more}
+def request(name: str, length: int, **more: Any) -> dict[str, Any]:
+    """What an engine is asked under a name."""
+    return {"id": name, "prompt": _prompt(name, length), "seed": len(name) + length, **more}
 
 
-def _one_by_one(requests: Requests) -> Requests:
-    """Each enters when the former is done."""
-    return [{**one, "after": 10**6} for one in requests]
+def _ask(plan: dict[str, matrix.Requests]) -> dict[str, Requests]:
+    """The requests of one engine, with their tokens and seeds."""
+    return {say: [_asked(one, plan) for one in requests] for say, requests in plan.items()}
 
 
-def _batches(sizes: Sequence[int]) -> dict[str, Requests]:
-    victims = [_request(f"victim-{n}", n) for n in VICTIMS]
-    crowd = [_request(f"neighbour-{i}", NEIGHBOURS[i % len(NEIGHBOURS)]) for i in range(max(sizes))]
-    says = {"alone": _one_by_one(victims)}
-    for size in sizes:
-        few = victims if size >= 4 else victims[1:2]
-        # The victims stand in the middle of their neighbours, not in front.
-        before = (size - len(few)) // 2
-        says[f"batch-{size}"] = [*crowd[:before], *few, *crowd[before : size - len(few)]]
-    return says
+def _asked(one: matrix.Request, plan: dict[str, matrix.Requests]) -> dict[str, Any]:
+    more: dict[str, Any] = {"answer": one.answer}
+    if one.after:
+        more["after"] = one.after
+    if one.prompt_logprobs:
+        more["prompt_logprobs"] = True
+    if one in plan.get(matrix.WHOLE, ()):
+        return {"id": one.id, "prompt": _text(plan), "seed": 0, **more}
+    if one in plan.get(matrix.PROMPTS, ()):
+        return {"id": one.id, "prompt": _text(plan)[: one.prompt], "seed": 0, "allowed": [FORCED], **more}
+    return request(one.id, one.prompt, **more)
 
 
-def _joined() -> Requests:
-    """Neighbours of 9, 10 and more tokens enter while the victims decode."""
-    victims = [_request(f"victim-{n}", n) for n in VICTIMS]
-    return [*victims, *(_request(f"late-{n}", n, after=2 + i % 3) for i, n in enumerate((9, 10, 33, 2)))]
-
-
-def _powers(powers: Sequence[int]) -> dict[str, Requests]:
-    lengths = sorted({n for power in powers for n in matrix.lengths(power)})
-    text = _prompt("whole", lengths[-1] + FORCED_ANSWER)
-    for n in lengths:
-        text[n : n + FORCED_ANSWER] = [FORCED] * FORCED_ANSWER
-    more = {"answer": FORCED_ANSWER, "seed": 0, "allowed": [FORCED], "prompt_logprobs": True}
-    prompts = [{"id": f"prompt-{n}", "prompt": text[:n], **more} for n in lengths]
-    whole = {"id": matrix.WHOLE, "prompt": text, "answer": 1, "seed": 0, "prompt_logprobs": True}
-    return {"prompts": _one_by_one(prompts), matrix.WHOLE: [whole]}
-
-
-def _sample(lengths: Sequence[int]) -> Requests:
-    return [_request(f"sample-{n}", n, prompt_logprobs=True) for n in lengths]
+def _text(plan: dict[str, matrix.Requests]) -> list[int]:
+    """The text that each prompt of the power-of-two cells begins, and goes on as it is answered."""
+    (whole,) = plan[matrix.WHOLE]
+    text = _prompt(whole.id, whole.prompt)
+    for one in plan[matrix.PROMPTS]:
+        text[one.prompt : one.tokens] = [FORCED] * one.answer
+    return text
 
 
 def engines(quick: bool) -> list[Engine]:
     """The processes of one arm and dtype, with all that they are asked."""
-    powers, batches = (matrix.QUICK_POWERS, matrix.QUICK_BATCHES) if quick else (matrix.POWERS, matrix.BATCHES)
-    sample = _sample(QUICK_SAMPLE if quick else SAMPLE)
-    prefixes = [_request(f"prefix-{n}", n) for n in PREFIXES]
-    crowd = [_request(f"crowd-{i}", 28 + i % 3, answer=8) for i in range(CROWD)]
-    asked = {"sample": sample}
-    room = matrix.lengths(max(powers))[-1] + FORCED_ANSWER + 1
+    says = {name: _ask(plan) for name, plan in matrix.says(quick).items()}
+    room = len(says["base"][matrix.WHOLE][0]["prompt"]) + 1
     base = {
         "enforce_eager": True,
         "enable_prefix_caching": False,
@@ -137,47 +116,27 @@ def engines(quick: bool) -> list[Engine]:
         "max_num_batched_tokens": max(400 if quick else 800, room),
     }
     small = {**base, "max_model_len": 256, "max_num_batched_tokens": 256 if quick else 400}
-    made = [
-        Engine(
-            "base",
-            base,
-            {
-                **_batches(batches),
-                "joined": _joined(),
-                **_powers(powers),
-                **asked,
-                "reversed": sample[::-1],
-                "prefixes": prefixes,
-                "crowd": crowd,
-            },
-        ),
-        *(
-            Engine(f"chunks-{n}", {**small, "max_num_batched_tokens": n, "max_num_seqs": min(n, 64)}, asked)
-            for n in (matrix.QUICK_BUDGETS if quick else matrix.BUDGETS)
-        ),
-        Engine(
-            "prefix",
-            {**small, "enable_prefix_caching": True, "block_size": 32},
-            {"cold": prefixes, "warm": prefixes},
-        ),
-        Engine(
-            "small-cache",
-            {**small, "block_size": 32, "num_gpu_blocks_override": CROWD + 2, "max_model_len": 128},
-            {"crowd": crowd},
-        ),
-        Engine("one-thread", small, asked, threads=1),
-        Engine("second", small, asked, group="second"),
+    block = matrix.BLOCK
+    arguments = {
+        "base": base,
+        **{f"chunks-{n}": {**small, "max_num_batched_tokens": n, "max_num_seqs": min(n, 64)} for n in matrix.BUDGETS},
+        "prefix": {**small, "enable_prefix_caching": True, "block_size": block},
+        "small-cache": {
+            **small,
+            "block_size": block,
+            "num_gpu_blocks_override": matrix.CROWD + 2,
+            "max_model_len": 128,
+        },
+        "one-thread": small,
+        "second": small,
+        "compiled": {**small, "enforce_eager": False, "max_num_batched_tokens": 800},
+    }
+    threads = {"one-thread": 1}
+    groups = {"second": "second", "compiled": "compiled"}
+    return [
+        Engine(name, arguments[name], asked, threads.get(name, matrix.THREADS), groups.get(name, "eager"))
+        for name, asked in says.items()
     ]
-    if not quick:
-        says = {
-            **_batches(matrix.COMPILED_BATCHES),
-            **_powers(matrix.COMPILED_POWERS),
-            **asked,
-            "reversed": sample[::-1],
-        }
-        compiled = {**small, "enforce_eager": False, "max_num_batched_tokens": 800}
-        made.append(Engine("compiled", compiled, says, group="compiled"))
-    return made
 
 
 def steps(asked: Asked) -> int:
@@ -188,7 +147,7 @@ def steps(asked: Asked) -> int:
 def check(asked: Asked, out: pathlib.Path, say: Say = print, step: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """Record the matrix and have it judged: the document is also OUT/invariance.json. Raises as `record` does."""
     record(asked, out, say, step)
-    document = judge_recordings(out, asked.quick)
+    document = judge_recordings(out, asked.quick, asked.arms, asked.dtypes)
     KIND.write(out / "invariance.json", document)
     return document
 

@@ -70,7 +70,7 @@ class Planted:
 
 
 def _requests() -> list[dict[str, Any]]:
-    return [invariance._request(name, length, answer=2) for name, length in PROMPTS.items()]
+    return [invariance.request(name, length, answer=2) for name, length in PROMPTS.items()]
 
 
 def _job(weights: pathlib.Path, dtype: str, on: Device, **more: Any) -> dict[str, Any]:
