@@ -129,3 +129,32 @@ def test_the_table_of_tiles_names_kernels_that_there_are_for_all_rows(n: int, k:
 
 def test_a_shape_without_an_entry_gets_the_width_with_the_least_left_over() -> None:
     assert hopper.columns(132 * 48, 4096, 1, 132) == 48 and hopper.columns(132 * 32, 4096, 1, 132) == 32
+
+
+def test_a_routers_kernel_is_not_chosen_by_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the switch a gate is a plain linear at any number of rows; without it the upstream's choice is asked."""
+    from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
+    from vllm.model_executor.layers.linear import ReplicatedLinear
+
+    gate = GateLinear.__new__(GateLinear)
+    torch.nn.Module.__init__(gate)
+    gate.out_dtype = torch.float32
+    monkeypatch.setattr(ReplicatedLinear, "forward", lambda self, x: (x * 2, None))
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    for rows in (1, 16, 17, 33):
+        out, bias = gate.forward(torch.ones(rows, 4, dtype=torch.bfloat16))
+        assert out.dtype == torch.float32 and bool((out == 2).all()) and bias is None
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
+    with pytest.raises(AttributeError, match="allow_"):
+        gate.forward(torch.ones(1, 4, dtype=torch.bfloat16))
+
+
+def test_no_norm_is_fused_into_an_all_reduce(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.config.vllm import enable_allreduce_rms_fusion
+
+    nothing = object()
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert enable_allreduce_rms_fusion(nothing) is False  # whatever the configuration
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
+    with pytest.raises(AttributeError, match="parallel_config"):
+        enable_allreduce_rms_fusion(nothing)

@@ -74,6 +74,15 @@ def serves_logits(logits: torch.Tensor) -> bool:
     )
 
 
+def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """The logprobs [rows, wanted] in fp32 of `token_ids` [rows, wanted]: one pass over the logits for a single one."""
+    token_ids = token_ids.to(torch.int64)
+    if token_ids.shape[1] == 1:
+        chosen, _ = torch.ops.batch_invariant.selected_log_softmax(logits, token_ids[:, 0].contiguous())
+        return chosen[:, None]
+    return torch.ops.batch_invariant.log_softmax(logits).gather(1, token_ids)
+
+
 def serves_norm(layer: torch.nn.Module, x: torch.Tensor) -> bool:
     """Whether `layer`, an RMSNorm, is the whole-row weighted norm of the contract."""
     return serves(x) and layer.has_weight and layer.variance_size_override is None and x.shape[-1] % 8 == 0
