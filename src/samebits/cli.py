@@ -457,9 +457,6 @@ def check_localise(
         list[Path] | None, typer.Option(help="a model folder; twice for two sides; default: a seeded Qwen3")
     ] = None,
     arm: Annotated[list[int] | None, typer.Option(help="0 or 1; twice for two sides")] = None,
-    plant: Annotated[
-        list[int] | None, typer.Option(metavar="SEED", help="try it on a fault drawn from this seed; repeat for more")
-    ] = None,
     dtype: Annotated[Dtype, typer.Option(help="of activations and weights")] = Dtype.bfloat16,
     device: Annotated[Device, typer.Option(help="where the engines run")] = Device.cpu,
     layers: Annotated[int, typer.Option(min=1, help="of the seeded Qwen3")] = 6,
@@ -468,34 +465,61 @@ def check_localise(
     """Compare two runs operator by operator on the same tokens, and name the first layer and operator that differ.
 
     Two sides are two weight folders or two arms. The operator's inputs are kept: `samebits check replay` runs it again.
-    With --plant one engine runs three times a seed: unchanged, and with one flipped weight bit, operator output or
-    epsilon at a random layer, which must be named. Exit code 1 if the sides differ, or a planted fault is not named.
+    Exit code 1 if the sides differ.
 
-    Examples: `samebits check localise --plant 1 --plant 2 --out build/planted`,
-    `samebits check localise --weights MODEL --arm 0 --arm 1 --out build/arms`
+    Example: `samebits check localise --weights MODEL --arm 0 --arm 1 --out build/arms`
     """
     from samebits.probe import traces
 
     sides = weights or [traces.model_folder(folder, layers, hidden)]
-    if plant:
-        found = traces.planted(plant, sides[0], folder, (arm or [0])[0], dtype, device)
-        for one in found:
-            state = "[green]named[/]" if one.right else "[red]missed[/]"
-            truth = f"seed {one.truth['seed']}: {one.truth['what']}, {one.truth['module']}"
-            said = one.named.text() if one.named else "nothing"
-            false = f"; the unchanged run: {one.unchanged.text()}" if one.unchanged else ""
-            out.print(f"{state}  {truth}; named: {said}{false}")
-        right = sum(one.right for one in found)
-        out.print(f"{right} of {len(found)} named, {sum(one.unchanged is not None for one in found)} accused unchanged")
-        if right < len(found):
-            raise typer.Exit(1)
-        return
     left, right_side = traces.two_sides(sides, arm or [0], dtype, device)
     named = traces.between(left, right_side, folder, lambda text: err.print(text, markup=False))
     out.print(named.text() if named else "no operator differs, and no weight", markup=False)
     if named:
         if (folder / "replay").is_dir():
             out.print(f"replay: samebits check replay {folder / 'replay' / 'left'} {folder / 'replay' / 'right'}")
+        raise typer.Exit(1)
+
+
+@check.command("planted")
+def check_planted(
+    folder: Annotated[Path, typer.Option("--out", help="a new folder for traces, logs and planted.json")],
+    arm: Annotated[list[int] | None, typer.Option(help="0 or 1; repeat for both; default: both")] = None,
+    seeds: Annotated[
+        str, typer.Option(metavar="FROM:TO", help="a fault is drawn from each; TO is left out")
+    ] = "100:120",
+    dtype: Annotated[Dtype, typer.Option(help="of activations and weights")] = Dtype.bfloat16,
+    device: Annotated[Device, typer.Option(help="where the engine runs")] = Device.cpu,
+    layers: Annotated[int, typer.Option(min=1, help="of the seeded Qwen3")] = 6,
+    hidden: Annotated[int, typer.Option(min=128, help="a multiple of 128")] = 1024,
+) -> None:
+    """Try `check localise` on planted faults: each must be named, and the unchanged run beside it accused of nothing.
+
+    Each seed flips a bit of a weight, the last bit of an operator's output, or changes a norm's epsilon, at a random
+    layer. OUT/planted.json says what was planted and what was named. Exit code 1 if a fault is not named, an unchanged
+    run is accused, or a seed takes more than a minute.
+
+    Example: `samebits check planted --out build/planted`
+    """
+    from samebits.judge import missed_faults
+    from samebits.probe import traces
+
+    first, _, end = seeds.partition(":")
+    if not (first.isdecimal() and end.isdecimal() and int(first) < int(end)):
+        raise typer.BadParameter(f"{seeds} is not FROM:TO", param_hint="--seeds")
+    tried = tuple(dict.fromkeys(arm or (0, 1)))
+    with _phases() as say:
+        document = traces.try_planted(range(int(first), int(end)), tried, folder, dtype, device, (layers, hidden), say)
+    for name, of_arm in document["arms"].items():
+        for row in of_arm["seeds"]:
+            state = "[green]named[/]" if row["right"] else "[red]missed[/]"
+            truth, named = row["truth"], row["named"]
+            said = f"{named['module']}: {named['operator']}" if named else "nothing"
+            where = f"{truth['what']}, {truth['module']}: {truth['operator']}"
+            out.print(f"{state}  BI={name}, seed {row['seed']}, {row['seconds']} s: {where}; named: {said}")
+    out.print(str(folder / "planted.json"), markup=False)
+    if wrong := missed_faults(document, None):
+        err.print(f"error: not what it must be: {'; '.join(wrong)}", style="red", markup=False)
         raise typer.Exit(1)
 
 
@@ -593,23 +617,32 @@ def report_command(
     readme: Annotated[
         Path | None, typer.Option("--table", help="also write the mismatch table into this Markdown file")
     ] = None,
+    evidence: Annotated[
+        Path | None,
+        typer.Option("--evidence", help="with --table: also what FOLDER's invariance, planted and bench.json say"),
+    ] = None,
 ) -> None:
     """Draw one self-contained HTML page of one or two runs.
 
-    `--table` replaces what stands between the file's two markers, `<!-- mismatches -->` and `<!-- /mismatches -->`.
+    `--table` replaces what stands between the file's two markers, `<!-- mismatches -->` and `<!-- /mismatches -->`;
+    with `--evidence` also between `<!-- measured -->` and `<!-- /measured -->`.
 
     Examples: `samebits report build/loop/bi0 build/loop/bi1 --out build/loop/report.html`,
     `samebits report manifests/evidence/cpu/bi0 manifests/evidence/cpu/bi1 --svg docs/report.svg --table README.md`
     """
-    from samebits.report import insert_table, render, render_svg_summary, render_table
+    from samebits.report import insert_block, render, render_measured, render_svg_summary, render_table
 
+    if evidence is not None and readme is None:
+        raise typer.BadParameter("give --table with it: the file to write into", param_hint="--evidence")
     render(runs, page)
     out.print(str(page), markup=False)
     if picture is not None:
         picture.write_text(render_svg_summary(runs), encoding="utf-8")
         out.print(str(picture), markup=False)
     if readme is not None:
-        insert_table(readme, render_table(runs))
+        insert_block(readme, "mismatches", render_table(runs))
+        if evidence is not None:
+            insert_block(readme, "measured", render_measured(evidence))
         out.print(str(readme), markup=False)
 
 
@@ -638,19 +671,20 @@ def bench_cpu(
     record: Annotated[Path | None, typer.Option("--out", help="write the measurement to this JSON file")] = None,
     layers: Annotated[int, typer.Option(min=1, help="of the random Qwen3")] = 6,
     hidden: Annotated[int, typer.Option(help="its hidden size, a multiple of 128")] = 1024,
-    rounds: Annotated[int, typer.Option(min=1, help="turns of each arm at each workload")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="turns of each arm at each workload; 5 or more count")] = 7,
     compiled: Annotated[
         bool, typer.Option("--compiled", help="vLLM compiles its graph; the recipe's engine does not")
     ] = False,
 ) -> None:
     """Time both arms in one run, taking turns: vLLM's decode and prefill, a forward and backward of Megatron Core.
 
-    Exit code 0 if every median ratio is what it must be, 1 otherwise.
+    Exit code 0 if every workload's median ratio is what it must be, over 5 rounds or more; 1 otherwise.
 
     Example: `samebits bench cpu --out manifests/evidence/cpu/bench.json`
     """
     from samebits.bench import pairs
     from samebits.evidence.measurement import BENCH
+    from samebits.judge import missed_speed
 
     with _phases() as say:
         document = pairs.measure(layers, hidden, rounds, compiled, say, ROOT / "build" / "bench")
@@ -658,7 +692,7 @@ def bench_cpu(
     if record is not None:
         BENCH.write(record, document)
         out.print(f"{record}", markup=False)
-    if slow := pairs.missed(document):
+    if slow := missed_speed(document):
         err.print(f"error: not what it must be: {'; '.join(slow)}", style="red", markup=False)
         raise typer.Exit(1)
 

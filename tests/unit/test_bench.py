@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from samebits.bench import pairs, turns
+from samebits.bench import pairs, trainer, turns
 from samebits.evidence.measurement import BENCH, MeasurementError
+from samebits.judge import speed
 from samebits.recipe.process import RunFailed
 from samebits.sources.pins import ROOT
 
@@ -43,7 +44,8 @@ def environment(tmp_path: pathlib.Path) -> dict[str, str]:
 
 def test_processes_take_turns_and_who_begins_changes(tmp_path: pathlib.Path, environment: dict[str, str]) -> None:
     children = {
-        n: turns.Child(f"child {n}", "server", {"units": n + 1}, environment, tmp_path / f"{n}.log") for n in (0, 1)
+        n: turns.Child(f"the engine with BI={n}", "server", {"units": n + 1}, environment, tmp_path / f"{n}.log")
+        for n in (0, 1)
     }
     said: list[str] = []
     with children[0], children[1]:
@@ -74,6 +76,8 @@ def identity(arm: int) -> dict[str, Any]:
         "device": "cpu",
         "device_name": "one",
         "instruction_set": ["avx2"],
+        "contract": "batch-invariant-cpu-1" if arm else None,
+        "kernels": {"torch_cpu_capability": "AVX2"},
         "threads": 2,
         "runner": "v1",
         "switches": {"VLLM_BATCH_INVARIANT": str(arm)},
@@ -84,37 +88,117 @@ def identity(arm: int) -> dict[str, Any]:
     }
 
 
-def measured(decode: list[float], trainer: list[float]) -> dict[str, Any]:
-    """A document whose BI=0 is 100 in each round."""
+GOOD = [95.0, 96.0, 80.0, 99.0, 97.0]
+
+
+def measured(**changed: list[float]) -> dict[str, Any]:
+    """A document whose BI=0 is 100 in each round; changed: BI=1 of a workload, by its first word."""
     rows = [
-        {"workload": name, "unit": unit, "values": {"0": [100.0] * len(values), "1": values}, "must": must}
-        for name, unit, values, must in (
-            ("decode", "tokens/s", decode, pairs.DECODE),
-            ("trainer", "s", trainer, pairs.TRAINER),
-        )
+        {
+            "workload": name,
+            "unit": bound.unit,
+            "values": {"0": [100.0] * 5, "1": changed.get(name.partition(" ")[0].rstrip(","), GOOD)},
+        }
+        for name, bound in speed.MUST.items()
     ]
     executions = {str(arm): identity(arm) for arm in (0, 1)}
-    return BENCH.build(command="samebits bench cpu", date="2026-01-31", rounds=3, rows=rows, executions=executions)
+    return BENCH.build(
+        command="samebits bench cpu", date="2026-01-31", load=0.5, rounds=5, rows=rows, executions=executions
+    )
 
 
-def test_what_is_missed_is_by_the_median_ratio_and_in_its_direction() -> None:
-    assert pairs.missed(measured([80.0, 95.0, 96.0], [110.0, 120.0, 500.0])) == []
-    assert pairs.missed(measured([80.0, 94.0, 99.0], [110.0, 120.1, 500.0])) == ["decode", "trainer"]
-    assert pairs.missed(measured([200.0, 200.0, 200.0], [10.0, 10.0, 10.0])) == []
+def test_a_bound_is_kept_by_the_median_ratio_and_in_its_direction() -> None:
+    assert speed.missed(measured()) == []
+    assert (
+        speed.missed(measured(trainer=[10.0, 110.0, 120.0, 120.0, 500.0], prefill=[10.0, 10.0, 85.0, 90.0, 90.0])) == []
+    )
+    assert speed.missed(measured(trainer=[110.0, 120.0, 121.0, 130.0, 500.0])) == [
+        "trainer step, 4 x 64 tokens: 1.21, must be ≤ 1.20"
+    ]
+    assert speed.missed(measured(decode=[80.0, 94.0, 94.0, 99.0, 99.0])) == [
+        "decode, 1 request: 0.94, must be ≥ 0.95",
+        "decode, 16 requests: 0.94, must be ≥ 0.95",
+    ]
+
+
+def change(document: dict[str, Any], what: str) -> None:
+    rows, executions = document["rows"], document["executions"]
+    match what:
+        case "a row is missing":
+            del rows[1]
+        case "another row":
+            rows[2]["workload"] = "prefill, 8 tokens"
+        case "twice":
+            rows.append(rows[0])
+        case "few rounds":
+            document["rounds"] = 3
+        case "fewer turns":
+            rows[0]["values"] = {"0": [1.0], "1": [1.0]}
+        case "another unit":
+            rows[3]["unit"] = "tokens/s"
+        case "the switch was ignored":
+            executions["1"]["contract"] = None
+        case "both arms are one":
+            executions["0"]["contract"] = "batch-invariant-cpu-1"
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("a row is missing", "decode, 16 requests: is not measured"),
+        ("another row", "prefill, 512 tokens: is not measured"),
+        ("another row", "prefill, 8 tokens: is none of the workloads"),
+        ("twice", "decode, 1 request: is listed twice"),
+        ("few rounds", "3 rounds, fewer than 5"),
+        ("fewer turns", "decode, 1 request: is not one number a round in tokens/s"),
+        ("another unit", "trainer step, 4 x 64 tokens: is not one number a round in s"),
+        ("the switch was ignored", "BI=1 computed by no contract"),
+        ("both arms are one", "BI=0 computed by the contract batch-invariant-cpu-1"),
+    ],
+)
+def test_a_measurement_of_other_things_is_missed(what: str, said: str) -> None:
+    document = measured()
+    change(document, what)
+    assert said in speed.missed(document)
+
+
+def test_the_workloads_that_are_timed_are_those_that_are_judged() -> None:
+    assert [*pairs.CASES, trainer.WORKLOAD] == list(speed.MUST)
+
+
+def test_the_contract_of_an_arm_is_the_one_that_all_its_processes_name() -> None:
+    assert pairs.contract_of(1, {"engine": "c"}) == pairs.contract_of(1, {"engine": "c", "model": "c"}) == "c"
+    assert pairs.contract_of(0, {"engine": None, "model": None}) is None
+
+
+@pytest.mark.parametrize(
+    ("arm", "said"),
+    [
+        (1, {"engine": None}),
+        (1, {"engine": "c", "model": None}),
+        (1, {"engine": "c", "model": "d"}),
+        (0, {"engine": None, "model": "c"}),
+    ],
+)
+def test_an_arm_that_does_not_compute_by_its_contract_is_not_measured(arm: int, said: dict[str, str | None]) -> None:
+    with pytest.raises(pairs.BenchError, match=f"BI={arm} must compute by .* contract, but was .*engine: "):
+        pairs.contract_of(arm, said)
 
 
 def test_the_table_says_median_spread_ratio_and_must() -> None:
-    console = Console(width=80, record=True, file=io.StringIO())
-    console.print(pairs.table(measured([80.0, 94.0, 99.0], [110.0, 120.0, 130.0])))
+    console = Console(width=90, record=True, file=io.StringIO())
+    console.print(
+        pairs.table(measured(decode=[80.0, 94.0, 94.0, 99.0, 99.0], trainer=[110.0, 120.0, 120.0, 125.0, 130.0]))
+    )
     drawn = console.export_text()
-    assert "6 layers, hidden 1024, 3 rounds" in drawn
+    assert "6 layers, hidden 1024, 5 rounds" in drawn
     lines = [" ".join(line.split()) for line in drawn.splitlines()]
-    assert "decode, tokens/s 100 ±0% 94 ±10% 0.94 ±10% ≥ 0.95" in lines
-    assert "trainer, s 100 ±0% 120 ±8% 1.20 ±8% ≤ 1.20" in lines
+    assert "decode, 1 request, tokens/s 100 ±0% 94 ±10% 0.94 ±10% ≥ 0.95" in lines
+    assert "trainer step, 4 x 64 tokens, s 100 ±0% 120 ±8% 1.20 ±8% ≤ 1.20" in lines
 
 
 def test_a_measurement_is_read_as_written_and_an_edited_one_refused(tmp_path: pathlib.Path) -> None:
-    document, path = measured([100.0], [100.0]), tmp_path / "bench.json"
+    document, path = measured(), tmp_path / "bench.json"
     BENCH.write(path, document)
     assert BENCH.read(path) == document
     path.write_text(path.read_text().replace("100.0", "150.0", 1))

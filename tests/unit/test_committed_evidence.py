@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 
-from samebits.bench import gemm, pairs
-from samebits.evidence import eventlog, receipt
+from samebits.bench import gemm
+from samebits.evidence import eventlog, planted, receipt
 from samebits.evidence.invariance import KIND
 from samebits.evidence.measurement import BENCH, GEMM
-from samebits.judge import read_bounds, rejudge, rejudge_matrix
+from samebits.judge import missed_faults, missed_speed, read_bounds, rejudge, rejudge_matrix
 from samebits.recipe import arms, launch
-from samebits.report import render_svg_summary, render_table
-from samebits.report.table import BEGIN, END
+from samebits.report import block, render_measured, render_svg_summary, render_table
 from samebits.sources import native
 from samebits.sources.pins import ROOT
 
@@ -85,7 +84,7 @@ def test_the_loop_kept_its_time_and_memory() -> None:
     """The event logs of the committed runs: 12 GB; and 18 minutes with the warm start, 12 without.
 
     The minutes are those of a processor with bf16 instructions. Without them torch's own bf16 products, which are arm
-    0, take an order of magnitude longer: the README says how long.
+    0, take an order of magnitude longer: then 25 minutes with the warm start, 23 without.
     """
     whole = without = 0.0
     for run in RUNS:
@@ -98,6 +97,8 @@ def test_the_loop_kept_its_time_and_memory() -> None:
         assert max(entry["data"].get("peak_memory_bytes", 0) for entry in log.entries) <= 12e9
     if "avx512_bf16" in receipt.read(RUNS[0] / "receipt.json")["execution"]["instruction_set"]:
         assert whole <= 18 * 60 and without <= 12 * 60
+    else:
+        assert whole <= 25 * 60 and without <= 23 * 60
 
 
 def test_the_whole_matrix_has_no_mismatch_in_the_invariant_arm_and_some_in_the_other() -> None:
@@ -116,7 +117,28 @@ def test_the_whole_matrix_has_no_mismatch_in_the_invariant_arm_and_some_in_the_o
 
 def test_the_invariant_arm_is_as_fast_as_it_must_be() -> None:
     document = BENCH.read(EVIDENCE / "cpu" / "bench.json")
-    assert pairs.missed(document) == [] and document["rounds"] >= 3
+    assert missed_speed(document) == []
+    assert document["executions"]["1"]["contract"] == matrix_contract()
+    for execution in document["executions"].values():
+        assert execution["git_commit"] and execution["git_dirty"] is False and execution["kernels"]
+        assert (execution["model"]["layers"], execution["model"]["hidden"]) == (6, 1024)
+
+
+def matrix_contract() -> str:
+    """The contract of the committed matrix's BI=1."""
+    return str(KIND.read(EVIDENCE / "cpu" / "invariance.json")["contracts"]["1"])
+
+
+def test_twenty_planted_faults_are_named_in_each_arm_and_no_unchanged_run_is_accused() -> None:
+    """`samebits check planted`: layer, module, operator and call; a minute a seed at most."""
+    document = planted.KIND.read(EVIDENCE / "cpu" / "planted.json")
+    assert missed_faults(document) == []
+    assert document["executions"]["1"]["contract"] == matrix_contract()
+    for arm in ("0", "1"):
+        rows = document["arms"][arm]["seeds"]
+        assert sum(row["right"] for row in rows) == 20 and all(row["unchanged"] is None for row in rows)
+        assert {row["truth"]["kind"] for row in rows} == {"weight", "operator", "epsilon"}
+        assert max(row["seconds"] for row in rows) <= 60
     for execution in document["executions"].values():
         assert execution["git_commit"] and execution["git_dirty"] is False
         assert (execution["model"]["layers"], execution["model"]["hidden"]) == (6, 1024)
@@ -136,7 +158,11 @@ def test_no_element_of_an_admitted_product_differs_on_a_card_and_what_serves_is_
 
 
 def test_the_readmes_table_is_that_of_the_receipts() -> None:
-    assert f"{BEGIN}\n{render_table(RUNS)}{END}" in (ROOT / "README.md").read_text()
+    assert block("mismatches", render_table(RUNS)) in (ROOT / "README.md").read_text()
+
+
+def test_what_the_readme_says_was_measured_is_what_the_files_hold() -> None:
+    assert block("measured", render_measured(EVIDENCE / "cpu")) in (ROOT / "README.md").read_text()
 
 
 def test_the_picture_is_of_the_receipts() -> None:

@@ -16,7 +16,7 @@ from runs import BOUNDS, make_run, rewrite
 from samebits.errors import SamebitsError
 from samebits.evidence import receipt
 from samebits.judge import JudgeError, judge_run
-from samebits.report import charts, insert_table, render, render_svg_summary, render_table
+from samebits.report import charts, insert_block, render, render_svg_summary, render_table
 
 VOID = {"meta", "link", "br", "path", "circle", "rect"}
 
@@ -211,11 +211,11 @@ def test_the_table_says_what_the_receipts_hold_and_keeps_its_place(runs: dict[in
             assert f"| BI={arm} | θ{c['weights'][-1]} | {c['path']} | {counts}" in table
     file.write_text("before\n<!-- mismatches -->\nold\n<!-- /mismatches -->\nafter\n")
     for _ in range(2):
-        insert_table(file, table)
+        insert_block(file, "mismatches", table)
         assert file.read_text() == f"before\n<!-- mismatches -->\n{table}<!-- /mismatches -->\nafter\n"
     file.write_text("no place")
     with pytest.raises(SamebitsError, match="has no place for the table: write"):
-        insert_table(file, table)
+        insert_block(file, "mismatches", table)
 
 
 @pytest.mark.parametrize(

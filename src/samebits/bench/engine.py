@@ -1,6 +1,7 @@
 """One vLLM engine that is timed: ``python -m samebits.bench.engine JOB``, the arm is its environment's.
 
 JOB: {"engine": arguments of LLM, "cases": [{"prompt", "answer", "requests"}], "said": draw weights and answer first}.
+Without "said" the engine runs in this process, which says the contract that it computes by.
 A case counts the tokens that it generated; one with a single token an answer, those of its prompts. Its name is
 "prompt,answer,requests".
 """
@@ -9,6 +10,8 @@ import json
 import os
 import pathlib
 from typing import Any
+
+from samebits.recipe import arms
 
 from .turns import Workload, serve
 
@@ -60,6 +63,8 @@ def _make(job: dict[str, Any]) -> tuple[dict[str, Workload], dict[str, Any]]:
         facts["said"] = _say(engine, prompts)
         facts["card"] = card()
         facts["admitted"] = _admitted()
+    else:
+        facts["contract"] = arms.loaded_contract()
 
     def workload(prompt: int, answer: int, requests: int) -> Workload:
         greedy = vllm.SamplingParams(

@@ -20,6 +20,7 @@ def _make(job: dict[str, Any]) -> tuple[dict[str, Workload], dict[str, Any]]:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
 
+    from samebits.recipe import arms
     from samebits.recipe.model import config as geometry
 
     torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
@@ -85,7 +86,7 @@ def _make(job: dict[str, Any]) -> tuple[dict[str, Workload], dict[str, Any]]:
         assert all(parameter.grad is not None for parameter in model.parameters())
         return 1
 
-    return {WORKLOAD: step}, {"torch": torch.__version__}
+    return {WORKLOAD: step}, {"torch": torch.__version__, "contract": arms.loaded_contract()}
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ judges cannot change how it judges.
 
 from .compare import Comparison, compare
 from .invariance import judge_recordings, matrix_rows, matrix_summary, rejudge_matrix
+from .planted import missed as missed_faults
+from .speed import missed as missed_speed
 from .verdict import JudgeError, judge_run, read_bounds, rejudge, summary
 
 __all__ = [
@@ -16,6 +18,8 @@ __all__ = [
     "judge_run",
     "matrix_rows",
     "matrix_summary",
+    "missed_faults",
+    "missed_speed",
     "read_bounds",
     "rejudge",
     "rejudge_matrix",

@@ -61,7 +61,10 @@ def first_difference(
     ]
     owners = {name.rpartition(".")[0] for name in weights}
     compared = 0
+    hidden: Accused | None = None
     for key in common:
+        if hidden is not None and key[0] != hidden.module:
+            return hidden
         rows, parted = 0, []
         for one, other in pairs:
             mine, theirs = left["rows"].get(one, {}), right["rows"].get(other, {})
@@ -74,12 +77,18 @@ def first_difference(
                     parted.append((one, int(position)))
         compared += rows
         module = key[0]
-        if not parted and not (module in owners and rows):
+        if not parted and not (module in owners and rows and hidden is None):
             continue
-        # A weight that differs accuses its module's operator even if rounding hid it at every token.
+        # A weight that differs accuses its module even if rounding hid it at every token: the operator that shows it,
+        # if one does, else the first.
         weight = next((name for name in weights if name.rpartition(".")[0] == module), None)
         at = parted[0] if parted else (str(pairs[0][0]), 0)
-        return Accused(layer_of(module), module, key[1], key[2], weight, *at, len(parted), rows)
+        accused = Accused(layer_of(module), module, key[1], key[2], weight, *at, len(parted), rows)
+        if parted:
+            return accused
+        hidden = accused
+    if hidden is not None:
+        return hidden
     if not compared:
         raise JudgeError("the traces share no token: trace the same requests on both sides")
     if weights:

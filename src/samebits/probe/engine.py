@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from samebits.recipe import arms
+
 SCHEMA = "samebits.said/1"
 SUFFIX = ".said.json"
 
@@ -151,14 +153,13 @@ def facts(llm: Any) -> dict[str, Any]:
 
         compiled = int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     device = llm.llm_engine.vllm_config.device_config.device_type
-    known = getattr(torch.ops.batch_invariant, "contract", None)
     return {
         "process": process(),
         "threads": torch.get_num_threads(),
         "compiled": compiled,
         "dtype": str(llm.llm_engine.vllm_config.model_config.dtype).removeprefix("torch."),
         "arm": int(os.environ.get("VLLM_BATCH_INVARIANT", "0")),
-        "contract": known() if known is not None else None,
+        "contract": arms.loaded_contract(),
         "device_name": torch.cuda.get_device_name() if device == "cuda" else None,
     }
 

@@ -221,37 +221,48 @@ def _record_arm(
     for job in (job for jobs in groups.values() for job in jobs):
         job.unlink()
     facts = strictjson.loads((out / "recordings" / f"arm{arm}-{asked.dtypes[0]}" / f"base{SUFFIX}").read_bytes())
-    identity = provenance.collect(
+    identity = identify(on, arm, facts["facts"], _plan_sha256(made), asked.layers, asked.hidden, command(asked))
+    provenance.write(out / "recordings" / f"arm{arm}.execution.json", identity)
+
+
+def identify(
+    on: Device, arm: int, facts: dict[str, Any], config_sha256: str, layers: int, hidden: int, command: Sequence[str]
+) -> dict[str, Any]:
+    """The execution identity of engines on the seeded model. facts: what `samebits.probe.engine` said of one of them.
+
+    Raises:
+        ProvenanceError: wheels or a lock that are not those of this environment.
+    """
+    return provenance.collect(
         root=ROOT,
         lock=ROOT / "manifests" / "locks" / f"{on.profile}.txt",
         requirements=ROOT / "build" / "wheels" / on.profile / "requirements.txt",
         arm=arm,
         runner=arms.runner({arms.RUNNER_SWITCH: "0", **on.environment}),
-        config_sha256=_plan_sha256(made),
-        model=_model(asked),
-        command=command(asked),
-        device=str(asked.device),
-        device_name=facts["facts"]["device_name"],
-        threads=facts["facts"]["threads"],
-        contract=facts["facts"]["contract"],
+        config_sha256=config_sha256,
+        model=_model(layers, hidden),
+        command=command,
+        device=on.name,
+        device_name=facts["device_name"],
+        threads=facts["threads"],
+        contract=facts["contract"],
         kernels=launch.kernels(),
         environment=on.environment,
     )
-    provenance.write(out / "recordings" / f"arm{arm}.execution.json", identity)
 
 
 def _plan_sha256(made: list[Engine]) -> str:
     return hashlib.sha256(json.dumps([vars(one) for one in made], sort_keys=True).encode()).hexdigest()
 
 
-def _model(asked: Asked) -> dict[str, Any]:
+def _model(layers: int, hidden: int) -> dict[str, Any]:
     from samebits.recipe import model
 
     words = json.dumps(model.VOCABULARY).encode()
     return {
-        "name": f"qwen3-{asked.layers}x{asked.hidden}-random",
+        "name": f"qwen3-{layers}x{hidden}-random",
         "seed": SEED,
         "tokenizer_sha256": hashlib.sha256(words).hexdigest(),
-        "layers": asked.layers,
-        "hidden": asked.hidden,
+        "layers": layers,
+        "hidden": hidden,
     }

@@ -12,6 +12,7 @@ import os
 import pathlib
 import random
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,10 +21,11 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from .engine import serve, start
+from samebits.judge.planted import KINDS, operator_of
+
+from .engine import facts, serve, start
 from .trace import OUTPUT, Key, ReplayError, Tracer, save_replay
 
-KINDS = ("weight", "operator", "epsilon")
 _INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -45,10 +47,17 @@ def planted(llm: Any, seed: int, weights: pathlib.Path, keys: list[Key]) -> Iter
     model: Any = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.model
     layers = llm.llm_engine.vllm_config.model_config.hf_config.num_hidden_layers
     layer = draw.randrange(layers)
-    truth: dict[str, Any] = {"seed": seed, "kind": kind, "layer": layer, "operator": None, "call": None}
+    truth: dict[str, Any] = {"seed": seed, "kind": kind, "layer": layer}
+    known = facts(llm)
+
+    def shows(module: str) -> dict[str, Any]:
+        # On a GPU what a module is made of depends on more than the arm: there any of its operators counts.
+        operator, call = (None, None) if known["device_name"] else operator_of(known["arm"], kind, module)
+        return {"module": module, "operator": operator, "call": call}
+
     if kind == "weight":
         with _flipped_weight(model, weights, layer, draw) as (module, what):
-            yield {**truth, "module": module, "what": what}, None
+            yield {**truth, **shows(module), "what": what}, None
     elif kind == "epsilon":
         norms = [
             (name, module)
@@ -59,7 +68,7 @@ def planted(llm: Any, seed: int, weights: pathlib.Path, keys: list[Key]) -> Iter
         before = norm.variance_epsilon
         norm.variance_epsilon = 1000 * before
         try:
-            yield {**truth, "module": name, "what": f"epsilon {before} is {1000 * before}"}, None
+            yield {**truth, **shows(name), "what": f"epsilon {before} is {1000 * before}"}, None
         finally:
             norm.variance_epsilon = before
     else:
@@ -130,11 +139,13 @@ def run(job: pathlib.Path) -> None:
         except ReplayError as error:
             (folder / "no-replay.txt").write_text(f"{error}\n")
         return
-    write("reference", first)
+    write("reference", first, facts=facts(llm))
     for seed in task.get("seeds", []):
+        began = time.monotonic()
         write(f"unchanged-{seed}", traced(llm, watched, says))
         with planted(llm, seed, pathlib.Path(task["engine"]["model"]), list(first.keys)) as (truth, plant):
-            write(f"planted-{seed}", traced(llm, watched, says, plant=plant), truth=truth)
+            tracer = traced(llm, watched, says, plant=plant)
+            write(f"planted-{seed}", tracer, truth=truth, seconds=time.monotonic() - began)
 
 
 def main() -> None:

@@ -6,19 +6,25 @@ on faults drawn from seeds; `of_cell` takes up a cell of the matrix that differe
 
 from __future__ import annotations
 
+import datetime
+import hashlib
 import json
 import pathlib
+import shlex
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from samebits.errors import SamebitsError
 from samebits.evidence import strictjson
+from samebits.evidence.planted import KIND
 from samebits.judge.localise import Accused, first_difference
 from samebits.judge.matrix import cells
+from samebits.judge.planted import is_right
 from samebits.recipe import process
 
 from . import invariance
@@ -53,20 +59,31 @@ class Side:
 
 @dataclass(frozen=True)
 class Planted:
-    """One seed: what was planted, what was named for it, and what was named for the unchanged run."""
+    """One seed: what was planted, what was named for it and for the unchanged run, and how long both took."""
 
     truth: dict[str, Any]
     named: Accused | None
     unchanged: Accused | None
+    seconds: float
 
     @property
     def right(self) -> bool:
-        """The layer, the module and, where one was planted in, the operator and its call are the named ones."""
-        if self.named is None or self.unchanged is not None:
-            return False
-        wanted, named = self.truth, self.named
-        same = (named.layer, named.module) == (wanted["layer"], wanted["module"])
-        return same and wanted["operator"] in (None, named.operator) and wanted["call"] in (None, named.call)
+        """What was planted was named, and the unchanged run was accused of nothing."""
+        return is_right(self.truth, _document(self.named)) and self.unchanged is None
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "seed": self.truth["seed"],
+            "truth": {key: self.truth[key] for key in ("kind", "layer", "module", "operator", "call", "what")},
+            "named": _document(self.named),
+            "right": self.right,
+            "unchanged": _document(self.unchanged),
+            "seconds": round(self.seconds, 2),
+        }
+
+
+def _document(accused: Accused | None) -> dict[str, Any] | None:
+    return None if accused is None else accused.document()
 
 
 def _requests() -> list[dict[str, Any]]:
@@ -109,10 +126,53 @@ def planted(
     reference = _trace(out / "planted")
     found = []
     for seed in seeds:
+        began = time.monotonic()
         faulty, same = (_trace(out / "planted", f"{kind}-{seed}") for kind in ("planted", "unchanged"))
         named = first_difference(reference, faulty)
-        found.append(Planted(faulty["truth"], named, first_difference(reference, same)))
+        unchanged = first_difference(reference, same)
+        seconds = faulty["seconds"] + time.monotonic() - began
+        found.append(Planted(faulty["truth"], named, unchanged, seconds))
     return found
+
+
+def try_planted(
+    seeds: range,
+    tried: Sequence[int],
+    out: pathlib.Path,
+    dtype: str,
+    device_name: str,
+    size: tuple[int, int],
+    say: Say,
+) -> dict[str, Any]:
+    """Plant a fault for each seed in the seeded model under each arm of `tried`; the document is OUT/planted.json too.
+
+    size: layers and hidden of the model.
+
+    Raises:
+        SamebitsError: a folder in use, an arm that cannot run, or a run that failed.
+    """
+    on = {arm: device(device_name, arm) for arm in tried}
+    weights = model_folder(out, *size)
+    plan = {"engine": {**_ENGINE, "dtype": dtype}, "prompts": PROMPTS, "seeds": list(seeds)}
+    digest = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
+    words = ["samebits", "check", "planted", "--out", "OUT", "--seeds", f"{seeds.start}:{seeds.stop}"]
+    words += [word for arm in tried for word in ("--arm", str(arm))]
+    words += ["--dtype", dtype, "--device", device_name, "--layers", str(size[0]), "--hidden", str(size[1])]
+    found, executions = {}, {}
+    for arm in tried:
+        say(f"BI={arm}: {len(seeds)} seeds")
+        folder = out / f"arm{arm}"
+        began = time.monotonic()
+        rows = planted(seeds, weights, folder, arm, dtype, device_name)
+        start = time.monotonic() - began - sum(row.seconds for row in rows)
+        found[str(arm)] = {"start_seconds": round(start, 1), "seeds": [row.document() for row in rows]}
+        facts = _trace(folder / "planted")["facts"]
+        executions[str(arm)] = invariance.identify(on[arm], arm, facts, digest, *size, words)
+    shutil.rmtree(weights)
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    document = KIND.build(command=shlex.join(words), date=today, arms=found, executions=executions)
+    KIND.write(out / "planted.json", document)
+    return document
 
 
 def between(left: Side, right: Side, out: pathlib.Path, say: Say) -> Accused | None:
@@ -122,7 +182,7 @@ def between(left: Side, right: Side, out: pathlib.Path, say: Say) -> Accused | N
         _run(side.job, side.on, out / side.name, f"the traced engine, {side.name}")
     traces = [_trace(out / side.name) for side in (left, right)]
     named = first_difference(traces[0], traces[1], left.request, right.request)
-    (out / "localised.json").write_bytes(strictjson.dumps(named and named.document()))
+    (out / "localised.json").write_bytes(strictjson.dumps(_document(named)))
     if named is None or not named.differ:
         return named
     for side, trace in zip((left, right), traces, strict=True):
@@ -145,7 +205,7 @@ def between(left: Side, right: Side, out: pathlib.Path, say: Say) -> Accused | N
 def two_sides(weights: Sequence[pathlib.Path], arms: Sequence[int], dtype: str, device_name: str) -> tuple[Side, Side]:
     """Two weight folders under one arm, or one under two arms, or both."""
     if not (len(weights) == 2 or len(arms) == 2):
-        raise TraceError("there is one side only: give --weights or --arm twice, or --plant SEED")
+        raise TraceError("there is one side only: give --weights or --arm twice")
     sides = []
     for i, name in enumerate(("left", "right")):
         on = device(device_name, arms[min(i, len(arms) - 1)])

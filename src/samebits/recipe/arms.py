@@ -94,6 +94,14 @@ def contract(arm: int) -> str | None:
     return str(torch.ops.batch_invariant.contract())
 
 
+def loaded_contract() -> str | None:
+    """The name of the numerical contract whose operators this process has loaded; None if it has loaded none."""
+    import torch
+
+    known = getattr(torch.ops.batch_invariant, "contract", None)
+    return None if known is None else str(known())
+
+
 def _installed(package: str, file: str) -> pathlib.Path:
     """A file of an installed package, found without importing it."""
     try:

@@ -1,21 +1,26 @@
-"""The mismatches of some runs as a Markdown table, and its place in a README: between two markers, generated.
+"""The numbers of a README as Markdown, and their places in it: each between two markers, generated.
 
-As on the page, each receipt is judged again first.
+As on the page, each receipt and matrix is judged again first.
 """
 
 from __future__ import annotations
 
+import statistics
+import textwrap
 from pathlib import Path
+from typing import Any
 
 from samebits.errors import SamebitsError
+from samebits.evidence import invariance, measurement, planted
 from samebits.evidence import receipt as receipts
-from samebits.judge import rejudge
+from samebits.judge import missed_faults, missed_speed, rejudge, rejudge_matrix
+from samebits.judge.speed import MUST, ratios
 
-BEGIN, END = "<!-- mismatches -->", "<!-- /mismatches -->"
+WIDTH = 120
 
 
 class TableError(SamebitsError):
-    """A file that has no place for the table."""
+    """A file that has no place for a block, or evidence that one cannot be made from."""
 
 
 def render_table(runs: list[Path]) -> str:
@@ -35,10 +40,86 @@ def render_table(runs: list[Path]) -> str:
     return "\n".join(rows) + "\n"
 
 
-def insert_table(file: Path, table: str) -> None:
+def render_measured(folder: Path) -> str:
+    """What the matrix, the planted faults and the paired measurement of a folder say, each from its JSON.
+
+    SamebitsError if one is missing, damaged or contradicts itself."""
+    matrix = invariance.KIND.read(folder / "invariance.json")
+    rejudge_matrix(matrix)
+    faults = planted.KIND.read(folder / "planted.json")
+    speed = measurement.BENCH.read(folder / "bench.json")
+    for name, wrong in (("planted.json", missed_faults(faults)), ("bench.json", missed_speed(speed))):
+        if wrong:
+            raise TableError(f"{folder / name} is not what it must be: {'; '.join(wrong[:3])}; make it again")
+    prose = [_matrix(matrix), _planted(faults), _speed_heading(speed)]
+    return "\n\n".join(textwrap.fill(text, WIDTH, break_on_hyphens=False) for text in prose) + "\n\n" + _speed(speed)
+
+
+def _matrix(document: dict[str, Any]) -> str:
+    """How many cells differ, by arm and dtype."""
+    found: dict[int, dict[str, list[bool]]] = {}
+    for c in document["cells"]:
+        found.setdefault(c["arm"], {}).setdefault(c["dtype"], []).append(c["mismatched"] > 0)
+    said = []
+    for arm, dtypes in sorted(found.items()):
+        counts = (f"{sum(differ)} of {len(differ)} in {dtype}" for dtype, differ in sorted(dtypes.items()))
+        said.append(f"BI={arm} {' and '.join(counts)}")
+    return f"Ways of asking in which a logprob differs: {', '.join(said)} (`invariance.json`)."
+
+
+def _planted(document: dict[str, Any]) -> str:
+    """How many faults were named and unchanged runs accused, and how long a seed took."""
+    named, accused, seconds = [], [], []
+    for arm, tried in document["arms"].items():
+        rows = tried["seeds"]
+        named.append(f"{sum(row['right'] for row in rows)} of {len(rows)} at BI={arm}")
+        accused.append(f"{sum(row['unchanged'] is not None for row in rows)} of {len(rows)} at BI={arm}")
+        seconds += [row["seconds"] for row in rows]
+    return (
+        f"Planted faults that were named, by layer, module and operator: {', '.join(named)}; unchanged runs that were "
+        f"accused: {', '.join(accused)}; seconds a seed: {statistics.median(seconds):.1f}, at most {max(seconds):.1f} "
+        "(`planted.json`)."
+    )
+
+
+def _speed_heading(document: dict[str, Any]) -> str:
+    identity = document["executions"]["1"]
+    widest = "AVX-512" if "avx512f" in identity["instruction_set"] else "AVX2"
+    return (
+        f"Speed on {identity['threads']} threads of a processor ({identity['device_name']}) with {widest}, arms in "
+        f"turn, beside other work of load {document['load']:.1f}: the median of {document['rounds']} rounds, the least "
+        "and the largest (`bench.json`)."
+    )
+
+
+def _speed(document: dict[str, Any]) -> str:
+    """A row a workload: both arms, and the ratio of each round's pair."""
+    size = document["executions"]["1"]["model"]
+    title = f"{size['layers']} layers, hidden {size['hidden']}, bf16"
+    rows = [f"| {title} | BI=0 | BI=1 | BI=1 ÷ BI=0 | must be |", "|---|---|---|---|---|"]
+    for row in document["rows"]:
+        arms = (_ranged(row["values"][arm], "{:.3g}") for arm in ("0", "1"))
+        must = MUST[row["workload"]].text()
+        ratio = _ranged(ratios(row), "{:.2f}")
+        rows.append(f"| {row['workload']}, {row['unit']} | {' | '.join(arms)} | {ratio} | {must} |")
+    return "\n".join(rows) + "\n"
+
+
+def _ranged(values: list[float], form: str) -> str:
+    middle, least, most = (form.format(value) for value in (statistics.median(values), min(values), max(values)))
+    return f"{middle} ({least} to {most})"
+
+
+def block(name: str, text: str) -> str:
+    """The text between the two markers of its name."""
+    return f"<!-- {name} -->\n{text}<!-- /{name} -->"
+
+
+def insert_block(file: Path, name: str, text: str) -> None:
     """Replace what stands between the markers of a Markdown file; TableError if it does not have each once."""
-    text = file.read_text(encoding="utf-8")
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise TableError(f"{file} has no place for the table: write {BEGIN} and, below it, {END} where it belongs")
-    before, rest = text.split(BEGIN)
-    file.write_text(f"{before}{BEGIN}\n{table}{END}{rest.split(END)[1]}", encoding="utf-8")
+    begin, end = block(name, "").split("\n")
+    whole = file.read_text(encoding="utf-8")
+    if whole.count(begin) != 1 or whole.count(end) != 1 or whole.index(begin) > whole.index(end):
+        raise TableError(f"{file} has no place for the table: write {begin} and, below it, {end} where it belongs")
+    before, rest = whole.split(begin)
+    file.write_text(before + block(name, text) + rest.split(end)[1], encoding="utf-8")
