@@ -51,7 +51,7 @@ def test_processes_take_turns_and_who_begins_changes(tmp_path: pathlib.Path, env
     with children[0], children[1]:
         assert [child.ready() for child in children.values()] == [{"hello": 1}, {"hello": 2}]
         rates = turns.take_turns(children, ["count"], 2, said.append)
-    assert [one.rpartition(", ")[2] for one in said] == ["child 0", "child 1", "child 1", "child 0"]
+    assert [one.rpartition(", ")[2] for one in said] == [f"the engine with BI={n}" for n in (0, 1, 1, 0)]
     assert {arm: len(values) for arm, values in rates["count"].items()} == {0: 2, 1: 2}
     assert all(rate > 0 for values in rates["count"].values() for rate in values)
     assert "what a library prints" in (tmp_path / "0.log").read_text()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from test_bench import identity, measured
+from test_invariance import alter, flip, judged, record
 
 from samebits.errors import SamebitsError
 from samebits.evidence import invariance, planted
@@ -110,55 +111,21 @@ def test_a_weight_accuses_the_operator_that_shows_it_and_the_first_if_none_does(
         assert found is not None and (found.operator, found.weight, found.differ) == ("to", "n.norm.weight", 0)
 
 
-def matrix() -> dict[str, Any]:
-    """A quick matrix of both arms in bf16; BI=0 differs in its first two cells."""
-    first = {
-        "request": "a",
-        "against": "b",
-        "position": 3,
-        "of": "answer",
-        "tokens": [1, 1],
-        "bits": ["0" * 8, "1" * 8],
-    }
-    found = [
-        {
-            "arm": arm,
-            "dtype": "bfloat16",
-            "cell": cell.name,
-            "compared": 9,
-            "mismatched": int(arm == 0 and i < 2),
-            "nonfinite": 0,
-            "unreached": 0,
-            "missing": 0,
-            "distinct": 5,
-            "max_abs": 0.0,
-            "proof": cell.least if cell.proof else None,
-            "apart": True if cell.apart else None,
-            "first": first if arm == 0 and i < 2 else None,
-        }
-        for arm in (0, 1)
-        for i, cell in enumerate(cells(True))
-    ]
-    executions = {str(arm): identity(arm) for arm in (0, 1)}
-    return invariance.KIND.build(
-        verdict="pass",
-        reasons=[],
-        quick=True,
-        cells=found,
-        contracts={arm: execution["contract"] for arm, execution in executions.items()},
-        executions=executions,
-        recordings={},
-    )
+def matrix(out: pathlib.Path) -> dict[str, Any]:
+    """A quick matrix of both arms in fp32; BI=0 differs in one cell."""
+    record(out, quick=True, arms=(0, 1))
+    alter(out, 0, "base", flip("batch-8", "victim-20"))
+    return judged(out)
 
 
 def test_the_readme_is_told_what_the_files_hold(tmp_path: pathlib.Path) -> None:
-    invariance.KIND.write(tmp_path / "invariance.json", matrix())
+    invariance.KIND.write(tmp_path / "invariance.json", matrix(tmp_path / "out"))
     planted.KIND.write(tmp_path / "planted.json", document())
     BENCH.write(tmp_path / "bench.json", measured(decode=[96.0, 97.0, 120.0, 140.0, 80.0]))
     said = render_measured(tmp_path)
     prose = " ".join(said.split())
     number = len(cells(True))
-    assert f"differs: BI=0 2 of {number} in bfloat16, BI=1 0 of {number} in bfloat16 (`invariance.json`)" in prose
+    assert f"differs: BI=0 1 of {number} in float32, BI=1 0 of {number} in float32 (`invariance.json`)" in prose
     assert "by layer, module and operator: 20 of 20 at BI=0, 20 of 20 at BI=1" in prose
     assert (
         "unchanged runs that were accused: 0 of 20 at BI=0, 0 of 20 at BI=1; seconds a seed: 2.5, at most 2.5" in prose
