@@ -183,6 +183,26 @@ def build_wheels(
     out.print(f"install: uv pip install --no-deps --no-index --find-links {target} -r {target / 'requirements.txt'}")
 
 
+@build.command("tree")
+def build_tree(
+    folder: Annotated[Path, typer.Option("--out", help="a new folder")],
+    through: Annotated[str | None, typer.Option(help="the last patch of vllm's series that it has")] = None,
+) -> None:
+    """Write the files in which the GPU's patched vllm differs from its release: lay them over an unpacked release.
+
+    `bench engine --arm NAME=BI@FOLDER` takes such a folder, and says of which wheel it is.
+
+    Examples: `samebits build tree --out build/tree`, `samebits build tree --through 0004-admitted-linear --out first`
+    """
+    from samebits.sources.fetch import cache_folder
+    from samebits.sources.pins import load_pins
+    from samebits.sources.tree import write_tree
+
+    with err.status("building"):
+        wheel = write_tree(load_pins(), PATCHES, cache_folder(), folder, through)
+    out.print(f"{folder}: of {wheel}", markup=False)
+
+
 Checkouts = Annotated[
     list[Path] | None, typer.Option("--checkout", help="a git checkout that holds a pinned commit; repeat for more")
 ]

@@ -12,6 +12,7 @@ from rich.console import Console
 from samebits.bench import card, gemm
 from samebits.evidence.measurement import ENGINES, GEMM, MeasurementError
 from samebits.sources.pins import ROOT
+from samebits.sources.tree import NOTE
 
 CARD = {"name": "a card", "torch": "2.11.0", "cuda": "13.0", "driver": "580"}
 
@@ -57,7 +58,7 @@ def test_a_tree_is_that_of_its_wheel_or_refused(tmp_path: pathlib.Path) -> None:
     (tmp_path / "vllm" / "a.py").write_text("one\n")
     note = {"wheel": "vllm-1.whl", "sha256": "1" * 64, "git_commit": "2" * 40}
     files = {"vllm/a.py": hashlib.sha256(b"one\n").hexdigest()}
-    (tmp_path / card.TREE).write_text(json.dumps({**note, "files": files}))
+    (tmp_path / NOTE).write_text(json.dumps({**note, "files": files}))
     arm = card.Arm("a", 1, tmp_path)
     assert card._tree(arm) == note and card._tree(card.Arm("b", 0)) == {"wheel": card.RELEASE}
     (tmp_path / "vllm" / "a.py").write_text("two\n")

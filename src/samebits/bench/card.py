@@ -24,11 +24,11 @@ from rich.table import Table
 
 from samebits.errors import SamebitsError
 from samebits.evidence.measurement import ENGINES
+from samebits.sources.tree import NOTE
 
 from .engine import FIXED
 from .turns import Child, take_turns
 
-TREE = "samebits-tree.json"
 RELEASE = "release"
 Say = Callable[[str], None]
 
@@ -214,7 +214,7 @@ def _environment(arm: Arm, logs: pathlib.Path) -> dict[str, str]:
 
 def _tree(arm: Arm) -> dict[str, str]:
     """The wheel that an arm's vllm package was unpacked from, by the note beside it; its files must be as noted."""
-    note = arm.tree and arm.tree / TREE
+    note = arm.tree and arm.tree / NOTE
     if not note or not note.is_file():
         return {"wheel": RELEASE}
     known = json.loads(note.read_text())
