@@ -682,7 +682,7 @@ def check_contract(
     if write:
         contract.write(document)
     contract.check(document, ROOT)
-    tests = {test for row in contract.ROWS for test in row.tests}
+    tests = {test for row in (*contract.ROWS, *contract.APART) for test in row.tests}
     out.print(f"{document.relative_to(ROOT)}: {len(contract.ROWS)} operators, {len(tests)} tests, as in the code")
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -20,53 +21,70 @@ from transformers import Qwen3Config
 from samebits.sources.fetch import fetch
 from samebits.sources.pins import load_pins
 
-LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCABULARY = 2, 1024, 16, 8, 64, 3072, 64
-QKV = (HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM)
+LAYERS, MLP, VOCABULARY = 2, 3072, 64
 BUCKETS = 4  # of a weight load
 
 Weights = dict[str, torch.Tensor]
 Outputs = list[dict[str, Any]]
 
 
-def random_weights(tied: bool) -> Weights:
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What two models of these tests may differ in."""
+
+    tied: bool = False
+    hidden: int = 1024
+    heads: int = 16
+    kv_heads: int = 8
+    head_dim: int = 64
+
+    @property
+    def qkv(self) -> tuple[int, int, int]:
+        """Rows of the weights of q, k and v."""
+        return self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim
+
+
+def random_weights(shape: Shape) -> Weights:
     random = torch.Generator().manual_seed(2)
 
-    def normal(*shape: int, scale: float, mean: float = 0.0) -> torch.Tensor:
-        return (mean + scale * torch.randn(*shape, generator=random)).bfloat16()
+    def normal(*size: int, scale: float, mean: float = 0.0) -> torch.Tensor:
+        return (mean + scale * torch.randn(*size, generator=random)).bfloat16()
 
+    hidden = shape.hidden
+    deviation = 1.28 * hidden**-0.5
     # As the output layer too it must give logits of about 1, or a logprob is 0 whatever the weights.
-    weights = {"model.embed_tokens.weight": normal(VOCABULARY, HIDDEN, scale=0.04 if tied else 1.0)}
+    weights = {"model.embed_tokens.weight": normal(VOCABULARY, hidden, scale=deviation if shape.tied else 1.0)}
     for n in range(LAYERS):
         layer = f"model.layers.{n}"
-        for name, rows in zip("qkv", QKV, strict=True):
-            weights[f"{layer}.self_attn.{name}_proj.weight"] = normal(rows, HIDDEN, scale=0.04)
-        weights[f"{layer}.self_attn.o_proj.weight"] = normal(HIDDEN, QKV[0], scale=0.04)
+        for name, rows in zip("qkv", shape.qkv, strict=True):
+            weights[f"{layer}.self_attn.{name}_proj.weight"] = normal(rows, hidden, scale=deviation)
+        weights[f"{layer}.self_attn.o_proj.weight"] = normal(hidden, shape.qkv[0], scale=deviation)
         for name in ("gate", "up"):
-            weights[f"{layer}.mlp.{name}_proj.weight"] = normal(MLP, HIDDEN, scale=0.04)
-        weights[f"{layer}.mlp.down_proj.weight"] = normal(HIDDEN, MLP, scale=0.04)
+            weights[f"{layer}.mlp.{name}_proj.weight"] = normal(MLP, hidden, scale=deviation)
+        weights[f"{layer}.mlp.down_proj.weight"] = normal(hidden, MLP, scale=deviation)
         for name in ("self_attn.q_norm", "self_attn.k_norm"):
-            weights[f"{layer}.{name}.weight"] = normal(HEAD_DIM, scale=0.1, mean=1.0)
+            weights[f"{layer}.{name}.weight"] = normal(shape.head_dim, scale=0.1, mean=1.0)
         for name in ("input_layernorm", "post_attention_layernorm"):
-            weights[f"{layer}.{name}.weight"] = normal(HIDDEN, scale=0.1, mean=1.0)
-    weights["model.norm.weight"] = normal(HIDDEN, scale=0.1, mean=1.0)
-    if not tied:
-        weights["lm_head.weight"] = normal(VOCABULARY, HIDDEN, scale=0.04)
+            weights[f"{layer}.{name}.weight"] = normal(hidden, scale=0.1, mean=1.0)
+    weights["model.norm.weight"] = normal(hidden, scale=0.1, mean=1.0)
+    if not shape.tied:
+        weights["lm_head.weight"] = normal(VOCABULARY, hidden, scale=deviation)
     return weights
 
 
-def write_model(folder: pathlib.Path, weights: Weights, tied: bool) -> pathlib.Path:
+def write_model(folder: pathlib.Path, weights: Weights, shape: Shape) -> pathlib.Path:
     folder.mkdir()
     Qwen3Config(
         architectures=["Qwen3ForCausalLM"],
         vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
+        hidden_size=shape.hidden,
         intermediate_size=MLP,
         num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
         max_position_embeddings=256,
-        tie_word_embeddings=tied,
+        tie_word_embeddings=shape.tied,
         dtype="bfloat16",
     ).save_pretrained(folder)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -74,15 +92,15 @@ def write_model(folder: pathlib.Path, weights: Weights, tied: bool) -> pathlib.P
 
 
 class Models:
-    """Two checkpoints, `original` and `scaled` (every tensor differs), tied or not."""
+    """Two checkpoints, `original` and `scaled` (every tensor differs), of one shape."""
 
-    def __init__(self, folder: pathlib.Path, tied: bool) -> None:
-        weights = random_weights(tied)
+    def __init__(self, folder: pathlib.Path, shape: Shape) -> None:
+        weights = random_weights(shape)
         self.weights = {
             "original": weights,
             "scaled": {name: tensor * 1.25 for name, tensor in weights.items()},
         }
-        self.folder = {name: write_model(folder / name, w, tied) for name, w in self.weights.items()}
+        self.folder = {name: write_model(folder / name, w, shape) for name, w in self.weights.items()}
 
     def load(self, name: str, process: bool) -> dict[str, Any]:
         return {"load": str(self.folder[name] / "model.safetensors"), "buckets": BUCKETS, "process": process}

@@ -1,7 +1,7 @@
 """What vLLM at VLLM_BATCH_INVARIANT=1 on a CPU says to settings and layers: `python refusals.py JOB`, JOB a folder.
 
-JOB/job.json: {"model": folder, "settings": {name: engine arguments}}. JOB/results.json: {name: the error, or ""}, for
-those settings and for the layers below.
+JOB/job.json: {"model": folder, "settings": {name: engine arguments}, "requests": {name: sampling parameters}}.
+JOB/results.json: {name: the error, or ""}, for those settings and requests and for the layers below.
 """
 
 from __future__ import annotations
@@ -14,12 +14,18 @@ from typing import Any
 
 import torch
 from vllm.config import set_current_vllm_config
+from vllm.distributed.parallel_state import ensure_model_parallel_initialized, init_distributed_environment
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
-from vllm.model_executor.layers.batch_invariant_cpu import check_model
+from vllm.model_executor.layers.batch_invariant_cpu import check_model, enable
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.v1.attention.backends.cpu_batch_invariant_attn import CPUBatchInvariantAttentionImpl
+from vllm.v1.engine.input_processor import InputProcessor
+
+from vllm import SamplingParams
 
 
 def said(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
@@ -38,11 +44,25 @@ def rope(**parameters: Any) -> torch.nn.Module:
     return get_rope(64, max_position=128, rope_parameters={"rope_theta": 1e6, "rope_type": "default", **parameters})
 
 
+def with_product(make: Callable[..., Any], meta: bool) -> Any:
+    """A layer with the product that it is given after its weights were loaded, here or elsewhere."""
+    layer = make(64, 64, params_dtype=torch.bfloat16)
+    if meta:
+        layer.weight = torch.nn.Parameter(layer.weight.to("meta"), requires_grad=False)
+    layer.quant_method.process_weights_after_loading(layer)
+    return layer
+
+
 def attention(**settings: Any) -> Any:
     stock: dict[str, Any] = {"alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto", **settings}
     return CPUBatchInvariantAttentionImpl(num_heads=2, head_size=64, scale=0.125, num_kv_heads=2, **stock)
 
 
+LAYERS_WITH_WEIGHTS: dict[str, Callable[..., Any]] = {
+    "linear": lambda *sizes, **dtype: ReplicatedLinear(*sizes, bias=False, disable_tp=True, **dtype),
+    "embedding": VocabParallelEmbedding,
+    "output": ParallelLMHead,
+}
 LAYERS: dict[str, Callable[[], torch.nn.Module]] = {
     "RMSNorm": lambda: RMSNorm(64, dtype=torch.bfloat16),
     "SiluAndMul": SiluAndMul,
@@ -67,6 +87,15 @@ ATTENTION: dict[str, dict[str, Any]] = {
 }
 
 
+def one_rank() -> None:
+    """What a layer with a vocabulary or with ranks asks for."""
+    enable()
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
+    init_distributed_environment(world_size=1, rank=0, local_rank=0, distributed_init_method="env://", backend="gloo")
+    ensure_model_parallel_initialized(1, 1)
+
+
 def main(job: pathlib.Path) -> None:
     task = json.loads((job / "job.json").read_text())
     common = {"model": task["model"], "skip_tokenizer_init": True, "dtype": "bfloat16", "max_model_len": 128}
@@ -76,6 +105,14 @@ def main(job: pathlib.Path) -> None:
             results[name] = said(check_model, torch.nn.Sequential(make()), torch.bfloat16)
         for name, settings in ATTENTION.items():
             results[name] = said(attention, **settings)
+        one_rank()
+        for name, make in LAYERS_WITH_WEIGHTS.items():
+            for where, meta in ((name, False), (f"{name}, its weight elsewhere", True)):
+                model = torch.nn.Sequential(with_product(make, meta))
+                results[where] = said(check_model, model, torch.bfloat16)
+        processor = InputProcessor(configure(**common))
+        for name, parameters in task["requests"].items():
+            results[name] = said(processor._validate_params, SamplingParams(**parameters), ("generate",))
     (job / "results.json").write_text(json.dumps(results))
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernels import Kernels
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_aligned_layer_specs import PLAIN, get_gpt_aligned_block_spec
@@ -26,7 +27,6 @@ from megatron.core.transformer.aligned import functions
 from megatron.core.transformer.module import Float16Module
 from megatron_reference import Result, assert_gradients_are_the_references, installed, run, same, unequal
 from megatron_steps import ALIGNED_CASES
-from torch.utils._python_dispatch import TorchDispatchMode
 
 EPS = 1e-6
 
@@ -205,37 +205,33 @@ def test_neighbours_and_padding_change_no_bit(name: str) -> None:
     assert same(ours[:, :20], whole[:, :20]) and not torch.equal(ours[2, 20:], whole[2, 20:])
 
 
-class Kernels(TorchDispatchMode):
-    """Notes the operators that return floating-point tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **kwargs or {})
-        tensors = out if isinstance(out, tuple | list) else [out]
-        if any(isinstance(t, torch.Tensor) and t.is_floating_point() for t in tensors):
-            self.names.add(str(func.overloadpacket))
-        return out
-
-
 # Operators that move or convert numbers.
 MOVES = {"_to_copy", "_unsafe_view", "cat", "clone", "detach", "embedding", "select", "slice"}
 MOVES |= {"split_with_sizes", "transpose", "unsqueeze", "view"}
-# The residual's sum, which the engine's add_rms_norm rounds alike, and the RoPE table, which a test compares.
-ELEMENTWISE = {"add", "arange", "cos", "mul", "sin"}
+# What torch computes, and where: the residual's sum, which the engine's add_rms_norm rounds alike, and the RoPE table,
+# which a test compares. Nothing else may add or multiply, and these may nowhere else.
+BY_TORCH = {
+    ("aten.add", "TransformerLayer"),
+    ("aten.arange", "RotaryEmbedding"),
+    ("aten.add", "RotaryEmbedding"),
+    ("aten.mul", "RotaryEmbedding"),
+    ("aten.cos", "AlignedSelfAttention"),
+    ("aten.sin", "AlignedSelfAttention"),
+}
 
 
+@pytest.mark.parametrize("gradients", [True, False], ids=["training", "recomputing"])
 @pytest.mark.parametrize("name", ["bf16", "bf16, tied"])
-def test_no_other_kernel_computes(name: str) -> None:
-    model, tokens = GEOMETRIES[name].model(), random_tokens(2, 20)
-    with Kernels() as seen, torch.no_grad():
+def test_no_other_kernel_computes(name: str, gradients: bool) -> None:
+    geometry, tokens = GEOMETRIES[name], random_tokens(2, 20)
+    model = geometry.model()
+    with Kernels() as kernels, torch.set_grad_enabled(gradients):
         functions.selected_log_prob(logits_of(model, tokens), tokens)
-    print(sorted(seen.names))
     operators = {f"batch_invariant.{name}" for name in functions.OPERATORS if name != "contract"}
-    assert operators <= seen.names
-    assert seen.names - operators <= {f"aten.{name}" for name in MOVES | ELEMENTWISE}
+    seen = {one for one in kernels.seen if one[0].removeprefix("aten.") not in MOVES}
+    assert {name for name, _ in seen} >= operators
+    assert {one for one in seen if one[0] not in operators} == BY_TORCH
+    assert kernels.seen.count(("aten.add", "TransformerLayer")) == 2 * geometry.layers
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -252,6 +248,24 @@ def test_the_rope_table_is_vllms(head_dim: int, base: int) -> None:
             angles = model.module.rotary_pos_emb(length)[:, 0, 0, : head_dim // 2]
             ours = functions.cos_sin_table(angles, dtype)
             assert torch.equal(ours, theirs[:length]) and ours.dtype == theirs.dtype == dtype
+
+
+@pytest.mark.parametrize("temperature", [0.3, 0.7, 1.0, 1.1, 3.0])
+def test_the_temperature_divides_as_ieee_says(temperature: float) -> None:
+    """FP32 by FP32, rounded once: FP64 has more than twice the bits, so that rounding its quotient again is exact.
+
+    As vLLM's sampler divides, in place, a row by its own, and as the trainer does, out of place and broadcast.
+    """
+    from vllm.v1.sample.sampler import Sampler
+
+    logits = torch.randn(7, 1003, generator=torch.Generator().manual_seed(4)) * 20
+    divisor = torch.linspace(temperature, temperature + 0.1, 7)
+    exact = (logits.double() / divisor.double()[:, None]).float()
+    assert same(Sampler.apply_temperature(logits.clone(), divisor, all_random=True), exact)
+    assert same(logits.view(7, 17, 59).float() / divisor[:, None, None], exact.view(7, 17, 59))
+    for row in range(7):
+        alone = Sampler.apply_temperature(logits[row : row + 1].clone(), divisor[row : row + 1], all_random=True)
+        assert same(alone[0], exact[row]), f"row {row} alone"
 
 
 # --- gradients

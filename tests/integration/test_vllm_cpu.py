@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from cpu_engines import MLP, QKV, Models, Outputs, Weights, run_engine, unpack_release
+from cpu_engines import MLP, Models, Outputs, Shape, Weights, run_engine, unpack_release
 from safetensors.torch import load_file
 
 KEEP: dict[str, Any] = {"additional_config": {"cpu_keep_weights": True}}
@@ -20,12 +20,12 @@ KEEP: dict[str, Any] = {"additional_config": {"cpu_keep_weights": True}}
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return Models(tmp_path_factory.mktemp("untied"), tied=False)
+    return Models(tmp_path_factory.mktemp("untied"), Shape())
 
 
 @pytest.fixture(scope="module")
 def tied(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return Models(tmp_path_factory.mktemp("tied"), tied=True)
+    return Models(tmp_path_factory.mktemp("tied"), Shape(tied=True))
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def _unfused(resident: Weights) -> Weights:
     for name, tensor in resident.items():
         stem = name.rpartition(".weight")[0]
         if stem.endswith("qkv_proj"):
-            parts = dict(zip(("q_proj", "k_proj", "v_proj"), tensor.split(QKV), strict=True))
+            parts = dict(zip(("q_proj", "k_proj", "v_proj"), tensor.split(Shape().qkv), strict=True))
         elif stem.endswith("gate_up_proj"):
             parts = dict(zip(("gate_proj", "up_proj"), tensor.split(MLP), strict=True))
         else:

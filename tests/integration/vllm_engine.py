@@ -2,9 +2,9 @@
 
 job.json: {"engine": arguments of LLM, "steps": [...]}. Each step adds a result to JOB/results.json:
 {"generate": true}, {"load": weights file, "buckets": n, "process": bool} or {"read": file to write};
-{"serve": [requests], "together": bool}, {"score": step}: what that step served, as prompts; {"operators": request}: the
-ATen operators that serve it, from embedding to logprobs; {"code": true}: the code that the compiler generated for the
-model; or {"preemptions": true}: how often a request was set back.
+{"serve": [requests], "together": bool}, {"score": step}: what that step served, as prompts; {"operators": [batches]}:
+what each was served and the ATen operators that did it, from embedding to sampled token; {"code": true}: the code that
+the compiler generated for the model; or {"preemptions": true}: how often a request was set back.
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ def serve(llm: LLM, requests: list[dict[str, Any]], together: bool) -> list[dict
         SamplingParams(
             max_tokens=request.get("max_tokens", RESPONSE),
             temperature=request.get("temperature", 1.0),
+            top_k=request.get("top_k", 0),
+            top_p=request.get("top_p", 1.0),
             seed=request.get("seed"),
             logprobs=0,
             prompt_logprobs=0 if request.get("prompt_logprobs") else None,
@@ -96,28 +98,45 @@ def score(llm: LLM, served: list[dict[str, Any]]) -> list[list[float]]:
     return [new["prompt_logprobs"][-len(old["tokens"]) :] for new, old in zip(scored, served, strict=True)]
 
 
-def operators(llm: LLM, request: dict[str, Any]) -> list[str]:
-    """Names of all operators that run in the model, its output layer and the logprobs, nested ones too."""
-    seen: set[str] = set()
+def operators(llm: LLM, batches: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """A batch: {"served", "model", "sampler"}: names of all operators that run, nested ones too.
 
-    def watched(function: Any) -> Any:
+    "model" is a sorted set: model, output layer and logprobs of a prompt. "sampler" is a list a call, in the order in
+    which they began.
+    """
+    found: dict[str, list[list[str]]] = {"model": [], "sampler": []}
+    running: list[str] = []
+
+    def watched(part: str, function: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
+            if running:  # a sampler computes logprobs too; one profile at a time
+                return function(*args, **kwargs)
+            running.append(part)
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
                 result = function(*args, **kwargs)
-            seen.update(event.name for event in profile.events() if "::" in event.name)
+            running.clear()
+            events = sorted(profile.events(), key=lambda event: event.time_range.start)
+            found[part].append([event.name for event in events if "::" in event.name])
             return result
 
         return run
 
     def watch(worker: Any) -> None:
-        runner = worker.model_runner
-        for owner, name in ((runner.model, "forward"), (runner.model, "compute_logits"), (Sampler, "compute_logprobs")):
-            function = watched(getattr(owner, name))
-            setattr(owner, name, staticmethod(function) if isinstance(owner, type) else function)
+        model = worker.model_runner.model
+        model.forward, model.compute_logits = watched("model", model.forward), watched("model", model.compute_logits)
+        sampler: Any = Sampler
+        sampler.compute_logprobs = staticmethod(watched("model", Sampler.compute_logprobs))
+        sampler.forward = watched("sampler", Sampler.forward)
 
     llm.collective_rpc(watch)
-    serve(llm, [request], together=True)
-    return sorted(seen)
+    results = []
+    for batch in batches:
+        served = serve(llm, batch, together=True)
+        model = sorted({name for names in found["model"] for name in names})
+        results.append({"served": served, "model": model, "sampler": list(found["sampler"])})
+        for calls in found.values():
+            calls.clear()
+    return results
 
 
 def load(worker: Any, file: str, buckets: int, process: bool) -> None:

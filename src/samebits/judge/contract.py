@@ -51,6 +51,17 @@ class Row:
     tests: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Apart:
+    """What torch computes on both sides, outside of the operators. what: the quantity. how: its arithmetic. why: what
+    keeps both sides' bits alike. tests: each as FILE::FUNCTION."""
+
+    what: str
+    how: str
+    why: str
+    tests: tuple[str, ...]
+
+
 def _test(*names: str) -> tuple[str, ...]:
     return tuple(f"{_TESTS}::test_{name}" for name in names)
 
@@ -167,8 +178,43 @@ ROWS = (
 )
 
 
+_ENGINES = "tests/integration/test_batch_invariant_cpu.py"
+_ALIGNED = "tests/integration/test_megatron_aligned.py"
+
+APART = (
+    Apart(
+        "temperature",
+        "each logit, widened to fp32, divided by the request's temperature in fp32, one rounding; where that is 0 "
+        "(greedy) no quotient is taken, or one by 1",
+        "elementwise and IEEE: neither shape, stride nor width of a register enters",
+        (
+            f"{_ALIGNED}::test_the_temperature_divides_as_ieee_says",
+            f"{_ENGINES}::test_the_sampler_computes_a_quotient_and_the_log_softmax",
+            f"{_ENGINES}::test_the_trainer_scores_what_the_rollout_served",
+        ),
+    ),
+    Apart(
+        "RoPE table",
+        "1 / base^(2i / D), times the position, its cos and sin: fp32, by torch's pow, cos and sin; one rounding to "
+        "the model's dtype",
+        "no name of a contract covers it: both sides run one torch, which the execution identity names, and a sync "
+        "whose two tables have different hashes is refused",
+        (
+            f"{_ALIGNED}::test_the_rope_table_is_vllms",
+            f"{_ENGINES}::test_the_trainer_scores_what_the_rollout_served",
+        ),
+    ),
+    Apart(
+        "residual sum",
+        "the trainer's, in the model's dtype; the rollout's is in add_rms_norm",
+        "elementwise: fp32, one rounding, as that row says",
+        (f"{_ALIGNED}::test_no_other_kernel_computes", f"{_ALIGNED}::test_the_forward_is_the_operators"),
+    ),
+)
+
+
 def text() -> str:
-    """The generated part of the document: two tables, the arithmetic and its freedom, a row an operator in each."""
+    """The generated part of the document: the arithmetic and its freedom, a row an operator in each; what is apart."""
     arithmetic = [(f"`{row.operator}`", row.dtypes, row.order, row.casts) for row in ROWS]
     proofs = [
         (
@@ -176,10 +222,11 @@ def text() -> str:
             row.fixed,
             row.free,
             row.implementations,
-            "; ".join(f"`{test.rpartition('/')[2]}`" for test in row.tests),
+            _names(row.tests),
         )
         for row in ROWS
     ]
+    apart = [(row.what, row.how, row.why, _names(row.tests)) for row in APART]
     return "\n".join(
         (
             f"CPU: `{NAME}`. All operators are `torch.ops.{NAMESPACE}.*`.",
@@ -187,8 +234,16 @@ def text() -> str:
             *_table(("operator", "dtypes", "accumulation and order", "casts"), arithmetic),
             "",
             *_table(("operator", "fixed", "may vary", "implementations", "tests"), proofs),
+            "",
+            "What torch computes on both sides, and no operator does:",
+            "",
+            *_table(("what", "arithmetic", "why the bits agree", "tests"), apart),
         )
     )
+
+
+def _names(tests: tuple[str, ...]) -> str:
+    return "; ".join(f"`{test.rpartition('/')[2]}`" for test in tests)
 
 
 def _table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
@@ -200,15 +255,16 @@ def missing_tests(root: Path) -> list[str]:
     """The tests that a row names and that are not there, as OPERATOR: FILE::FUNCTION."""
     known: dict[str, set[str]] = {}
     missing = []
-    for row in ROWS:
-        for test in row.tests:
+    tests = [(row.operator, row.tests) for row in ROWS] + [(row.what, row.tests) for row in APART]
+    for name, named in tests:
+        for test in named:
             file, _, function = test.partition("::")
             if file not in known:
                 path = root / file
                 tree = ast.parse(path.read_bytes()) if path.is_file() else ast.Module([], [])
                 known[file] = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
             if function not in known[file]:
-                missing.append(f"{row.operator}: {test}")
+                missing.append(f"{name}: {test}")
     return missing
 
 

@@ -12,7 +12,7 @@ from tensordict import TensorDict
 
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils import tensordict_utils as tu
-from verl.utils.log_prob_record import contract_name, described
+from verl.utils.log_prob_record import contract_name, describe, described
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.padding import no_padding_2_padding
 
@@ -116,6 +116,12 @@ class RecordingActorRolloutRefWorker(ActorRolloutRefWorker):
     def contract_name(self) -> Optional[str]:
         """The numerical contract of this rank's operators; see `verl.utils.log_prob_record.contract_name`."""
         return contract_name()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def rope_table(self) -> Optional[dict[str, Any]]:
+        """Describes the cosines and sines of this rank's layers; None of an engine that has no such table."""
+        table = getattr(self.actor.engine, "rope_table", lambda: None)()
+        return None if table is None else describe(table)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_exported(self, weights_folder: Optional[str] = None) -> dict[str, Any]:

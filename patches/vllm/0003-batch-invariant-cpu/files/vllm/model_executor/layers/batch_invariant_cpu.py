@@ -2,7 +2,12 @@
 """VLLM_BATCH_INVARIANT=1 on the CPU: loads the operators, shows them to torch.compile, refuses what has none.
 
 Every floating-point operation from the embedding to the logprobs is one operator of `torch.ops.batch_invariant`, whose
-bits for a row depend on that row alone. A model, or a setting, that needs any other operation is refused at start.
+bits for a row depend on that row alone, but for one: the sampler divides the logits by the request's temperature with
+torch, in FP32, element by element and as IEEE rounds. A model or a setting that needs another operation is refused at
+start, a request with a penalty, a bias or min-p when it comes. The table of cosines and sines is made once, by torch.
+
+Masks (top-k, top-p, allowed and bad words, a grammar) compute no logit: they set some to minus infinity, and processed
+logprobs are of what is left. Which ones top-p takes, and which token is drawn, torch decides, a row at a time.
 """
 
 from __future__ import annotations
@@ -16,12 +21,22 @@ import torch
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.config.model import LogprobsMode
+    from vllm.pooling_params import PoolingParams
+    from vllm.sampling_params import SamplingParams
 
 LIBRARY = Path(__file__).parents[2] / "batch_invariant_cpu.so"
 CONTRACT = "batch-invariant-cpu-1"
 DTYPES = (torch.bfloat16, torch.float32)
 # Models whose own forward, between the layers, was read and tested to compute nothing.
 ARCHITECTURES = ("Qwen3ForCausalLM",)
+# What of a request changes its logits by arithmetic, and the value that leaves them as they are.
+PLAIN_SAMPLING = {
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_p": 0.0,
+    "logit_bias": None,
+}
 
 _shown_to_compile = False
 
@@ -104,7 +119,8 @@ def sample(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Sampled token ids, and the processed logits or logprobs if `logprobs_mode` asks for them.
 
-    Top-k, top-p, softmax and the choice are row by row. A request with a seed draws from its own generator whatever is
+    The logprobs are taken before the softmax that the choice is made by, so nothing of the choice is in them. Top-k,
+    top-p, softmax and the choice are torch's, row by row. A request with a seed draws from its own generator whatever is
     beside it; the default path draws from it only if every request of the batch has one.
     """
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch, random_sample
@@ -156,16 +172,32 @@ def check_config(config: VllmConfig) -> None:
         refuse(f"{model.dtype} is not in the contract", "use --dtype bfloat16 or float32")
     if model.quantization is not None:
         refuse(f"{model.quantization} weights have no operator in the contract", "use a checkpoint in bfloat16")
+    if model.logits_processors:
+        refuse("logits processors of one's own are not in the contract", "serve without logits_processors")
     if model.head_dtype != model.dtype:
         refuse(f"an output layer in {model.head_dtype} is not in the contract", "leave head_dtype unset")
     if cache.cache_dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
         refuse(f"a KV cache in {cache.cache_dtype} is not in the contract", "use --kv-cache-dtype auto")
 
 
+def check_request(params: SamplingParams | PoolingParams) -> None:
+    """Refuse a request whose logits the sampler would compute anew.
+
+    Raises:
+        ValueError: names the parameter, its value and the remedy.
+    """
+    for name, plain in PLAIN_SAMPLING.items():
+        value = getattr(params, name, plain)
+        if value != plain and value != {}:
+            remedy = f"send the request with {name}={plain}, which a generation_config.json may set otherwise"
+            refuse(f"{name}={value} has no operator in the contract", remedy)
+
+
 def check_model(model: torch.nn.Module, dtype: torch.dtype) -> None:
     """Refuse a model that has a layer of which no operator of the contract is the whole arithmetic.
 
-    Containers pass; a module that holds parameters, dispatches an operator or has no children must be one known here.
+    Containers pass; a module that holds parameters, dispatches an operator or has no children must be one known here. To
+    be called after the weights are processed, which is when a layer is given the product that it calls.
 
     Raises:
         ValueError: names the layer, its class and the remedy.
@@ -191,9 +223,13 @@ def check_model(model: torch.nn.Module, dtype: torch.dtype) -> None:
         if isinstance(module, LinearBase):
             if type(module.quant_method) is not UnquantizedLinearMethod:
                 why = f"its method is {type(module.quant_method).__name__}"
+            elif getattr(module, "cpu_linear", None) is not linear:
+                why = "the product that it was given is not the contract's"
         elif isinstance(module, VocabParallelEmbedding):
             if type(module.quant_method) is not UnquantizedEmbeddingMethod:
                 why = f"its method is {type(module.quant_method).__name__}"
+            elif getattr(module, "cpu_linear", None) is not linear:  # tied, it is the output layer
+                why = "the product that it was given is not the contract's"
         elif type(module) is RMSNorm:
             if not module.has_weight or module.variance_size_override is not None:
                 why = "only a weighted norm over the whole row has one"

@@ -15,6 +15,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 
+from verl.utils.megatron_utils import unwrap_model
 from verl.utils.torch_dtypes import PrecisionType
 
 from ..base import EngineRegistry
@@ -175,7 +176,8 @@ class MegatronLocalSpecEngine(MegatronEngineWithLMHead):
     ) -> dict[str, torch.Tensor]:
         """Logprobs by the rollout's operator where the layers are; entropy and the rest as inherited.
 
-        The rollout divides its logits by the temperature in FP32 and takes the log-softmax of that; so does this.
+        The rollout divides its logits by the temperature in FP32 and takes the log-softmax of that; so does this. The
+        division is torch's on both sides: element by element, and rounded as IEEE says, whatever the shapes.
         """
         wanted = {
             "calculate_sum_pi_squared": calculate_sum_pi_squared,
@@ -199,6 +201,20 @@ class MegatronLocalSpecEngine(MegatronEngineWithLMHead):
                 logits.clone(), label, temperature.clone(), distillation_only=True, **wanted, **others
             )
         return outputs
+
+    @torch.no_grad()
+    def rope_table(self) -> torch.Tensor | None:
+        """The aligned layers' cosines beside sines (max_position_embeddings, head_dim); None for other layers.
+
+        No operator computes it: each side makes its own with torch, so that it is theirs to compare.
+        """
+        if not self.is_aligned:
+            return None
+        from megatron.core.transformer.aligned.functions import cos_sin_table
+
+        hf = self.model_config.hf_config
+        angles = unwrap_model(self.module[0]).rotary_pos_emb(hf.max_position_embeddings)
+        return cos_sin_table(angles[:, 0, 0, : hf.head_dim // 2], self.param_dtype)
 
     # The parameters live where they compute. The inherited methods would first bring them back from the host.
 

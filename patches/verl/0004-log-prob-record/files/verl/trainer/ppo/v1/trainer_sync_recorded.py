@@ -159,6 +159,12 @@ class PPOTrainerSyncRecorded(PPOTrainerSync):
                 f"{contracts['rollout'] or 'none'}: install the same operators on both sides, and set "
                 "VLLM_BATCH_INVARIANT alike for both"
             )
+        rope = {"trainer": self.actor_rollout_wg.rope_table()[0], "rollout": resident["rope"]}
+        if contracts["trainer"] and rope["trainer"] != rope["rollout"]:
+            raise RuntimeError(
+                f"the trainer rotates by the table {rope['trainer']} and its rollout by {rope['rollout']}: torch makes it "
+                "on both sides, so install one torch for both, and one config of the model"
+            )
         write_capsule(
             folder,
             {
@@ -167,6 +173,7 @@ class PPOTrainerSyncRecorded(PPOTrainerSync):
                 "weights": f"theta{step}",
                 "execution": self._execution,
                 "contracts": contracts,
+                "rope": rope,
                 "exported": exported,
                 "loaded": resident["tensors"],
             },

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from verl.utils.log_prob_record import contract_name, described
+from verl.utils.log_prob_record import contract_name, describe, described
 
 
 def resident_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -49,15 +49,21 @@ def resident_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor
                 yield f"{parent}.{part}.{kind}", rows
 
 
+def rope_table(model: torch.nn.Module) -> dict | None:
+    """Describes the cosines and sines that every layer of a vLLM model reads; None if layers have tables of their own."""
+    tables = {id(m.cos_sin_cache): m.cos_sin_cache for m in model.modules() if hasattr(m, "cos_sin_cache")}
+    return describe(*tables.values()) if len(tables) == 1 else None
+
+
 def write_resident_weights(model: torch.nn.Module, path: str) -> None:
     """Writes what an engine holds as JSON, whole or not at all.
 
-    ``{"contract": name or null, "tensors": {name: {dtype, shape, sha256}}}``
+    ``{"contract": name or null, "rope": {dtype, shape, sha256} or null, "tensors": {name: {dtype, shape, sha256}}}``
     """
     table: dict[str, dict] = {}
     for _ in described(resident_weights(model), table):
         pass
     target = pathlib.Path(path)
     draft = target.with_name(f".{target.name}.{os.getpid()}")
-    draft.write_text(json.dumps({"contract": contract_name(), "tensors": table}))
+    draft.write_text(json.dumps({"contract": contract_name(), "rope": rope_table(model), "tensors": table}))
     draft.replace(target)
