@@ -61,7 +61,7 @@ def test_one_bit_at_one_number_of_rows_is_refused_there_and_named(find) -> None:
     )
     assert [m for m, name in enumerate(plan.single, 1) if name != "few"] == [1, 33]
     assert plan.single[0] == plan.single[32] == "library"
-    assert plan.refused == ["few refused at M = 1, 33: other bits than the reference"]
+    assert plan.refused == ["few refused at M = 1, 33: other bits than the reference, or none"]
 
 
 def test_a_range_with_one_wrong_sample_falls_back_as_a_whole(find) -> None:
@@ -75,6 +75,14 @@ def test_an_implementation_that_raises_is_refused(find) -> None:
 
     plan = find(library=admission.Implementation("library", run))
     assert set(plan.single + plan.ranges) == {admission.FALLBACK}
+
+
+def test_want_of_memory_is_no_finding(find) -> None:
+    def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no room")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        find(library=admission.Implementation("library", run))
 
 
 def test_a_range_that_has_no_room_is_not_admitted(find, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,8 @@
 The contract is sequential K: an output is one chain of k16 steps of the tensor core, in order, defined by the kernel
 `torch.ops.batch_invariant.reference_gemm`. Whatever computes the same bits may serve a shape. When a model has been
 loaded, each implementation is compared with the reference, bit for bit, for each shape (N, K) and each number of rows
-M up to 64 and ranges of M above; of those that never differ the one that was offered last serves, and vLLM's Triton kernel where
-none is left. What was found is kept on disk, by card and library version.
+M up to 64 and ranges of M above; of those that never differ the one that was offered last serves, and vLLM's Triton
+kernel where none is left. What was found is kept on disk, by card and library version.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ def _find(n: int, k: int) -> Plan:
     for name in _implementations:
         wrong = [m for m, counts in sorted(found.items()) if counts.get(name, 0)]
         if wrong:
-            refused.append(f"{name} refused at M = {', '.join(map(str, wrong))}: other bits than the reference")
+            refused.append(f"{name} refused at M = {', '.join(map(str, wrong))}: other bits than the reference, or none")
     return Plan(single, ranges, refused)
 
 
@@ -304,9 +304,14 @@ def _picked(most: int, device: torch.device) -> torch.Tensor:
 def _unequal(
     run: Run, x: torch.Tensor, weight: torch.Tensor, reference: torch.Tensor, picked: torch.Tensor
 ) -> torch.Tensor | int:
-    """How many elements of the picked rows differ in their bits; NaN and NaN do not. A refusal counts as one."""
+    """How many elements of the picked rows differ in their bits; NaN and NaN do not. A refusal counts as one.
+
+    Raises torch.OutOfMemoryError: want of memory says nothing about bits.
+    """
     try:
         out = run(x, weight, None)
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError:
         return 1
     inside = int(torch.searchsorted(picked, x.shape[0]))
