@@ -64,6 +64,10 @@ def test_a_tree_is_that_of_its_wheel_or_refused(tmp_path: pathlib.Path) -> None:
     (tmp_path / "vllm" / "a.py").write_text("two\n")
     with pytest.raises(card.CardError, match=r"vllm/a\.py in the tree of a is not that of vllm-1\.whl"):
         card._tree(arm)
+    started: list[str] = []
+    with pytest.raises(card.CardError, match=r"vllm/a\.py in the tree of a"):
+        card.measure("8B", [arm], [card.Case(8, 8, 1)], 1, False, started.append, tmp_path / "logs")
+    assert not started  # refused before minutes of a card are spent on it
 
 
 def engines(fast: list[float], differ: int) -> dict[str, Any]:

@@ -12,7 +12,6 @@ import json
 import os
 import pathlib
 import shlex
-import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -27,7 +26,7 @@ from samebits.evidence.measurement import ENGINES
 from samebits.sources.tree import NOTE
 
 from .engine import FIXED
-from .turns import Child, take_turns
+from .turns import Child, spread, take_turns
 
 RELEASE = "release"
 Say = Callable[[str], None]
@@ -141,6 +140,7 @@ def measure(
         raise CardError(f"--model {model}: give one of {', '.join(MODELS)}")
     if len({arm.name for arm in arms}) < len(arms) or not arms or not cases:
         raise CardError("give at least one --case, and each --arm a name of its own")
+    trees = {arm.name: _tree(arm) for arm in arms}
     geometry = MODELS[model]
     longest = max(sum(FIXED[-1]), *(case.prompt + case.answer for case in cases)) + 64
     tokens = max(case.requests * (case.prompt + case.answer + 64) for case in cases)
@@ -183,7 +183,7 @@ def measure(
         model={"name": f"Qwen3-{model}", **vars(geometry)},
         eager=eager,
         rounds=rounds,
-        arms={arm.name: {"bi": arm.bi, "tree": _tree(arm), **ready[arm.name]} for arm in arms},
+        arms={arm.name: {"bi": arm.bi, "tree": trees[arm.name], **ready[arm.name]} for arm in arms},
         rows=[
             {
                 "case": vars(case),
@@ -255,8 +255,8 @@ def tables(document: Mapping[str, Any]) -> list[Table]:
         case = row["case"]
         speed.add_row(
             *(str(case[key]) for key in ("prompt", "answer", "requests")),
-            *(_spread(row["values"][name], "{:.0f}") for name in names),
-            *(_spread(ratios(row, name, names[0]), "{:.3f}") for name in names[1:]),
+            *(spread(row["values"][name], "{:.0f}") for name in names),
+            *(spread(ratios(row, name, names[0]), "{:.3f}") for name in names[1:]),
         )
     same = Table(title="the same fixed requests, bit for bit", box=box.SIMPLE)
     for column in ("arms", "tokens that differ", "logprobs that differ"):
@@ -267,8 +267,3 @@ def tables(document: Mapping[str, Any]) -> list[Table]:
             " and ".join(pair["pair"]), str(pair["tokens"]), f"[{colour}]{pair['logprobs']} of {pair['of']}[/]"
         )
     return [speed, same] if document["said"] else [speed]
-
-
-def _spread(values: Sequence[float], form: str) -> str:
-    middle = statistics.median(values)
-    return f"{form.format(middle)} ±{50 * (max(values) - min(values)) / middle:.0f}%"

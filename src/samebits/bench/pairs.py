@@ -9,7 +9,6 @@ import json
 import os
 import pathlib
 import shlex
-import statistics
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -28,7 +27,7 @@ from samebits.recipe.warm_start import LOCK
 from samebits.sources.pins import ROOT
 
 from . import trainer
-from .turns import Child, take_turns
+from .turns import Child, spread, take_turns
 
 SEED = 0
 CASES = {  # what of an engine is timed; what BI=1 ÷ BI=0 must be is the judge's
@@ -182,13 +181,8 @@ def table(document: Mapping[str, Any]) -> Table:
         colour = "green" if kept(row) else "red"
         drawn.add_row(
             f"{row['workload']}, {row['unit']}",
-            *(_spread(row["values"][arm], "{:.3g}") for arm in ("0", "1")),
-            f"[{colour}]{_spread(ratios(row), '{:.2f}')}[/]",
+            *(spread(row["values"][arm], "{:.3g}") for arm in ("0", "1")),
+            f"[{colour}]{spread(ratios(row), '{:.2f}')}[/]",
             MUST[row["workload"]].text(),
         )
     return drawn
-
-
-def _spread(values: list[float], form: str) -> str:
-    middle = statistics.median(values)
-    return f"{form.format(middle)} ±{50 * (max(values) - min(values)) / middle:.0f}%"

@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -107,3 +108,9 @@ def take_turns[Arm](
                 done = children[arm].ask(workload)
                 rates[workload][arm].append(done["units"] / done["seconds"])
     return rates
+
+
+def spread(values: Sequence[float], form: str) -> str:
+    """The median of the rounds as `form` writes it, and half their range in percent of it."""
+    middle = statistics.median(values)
+    return f"{form.format(middle)} ±{50 * (max(values) - min(values)) / middle:.0f}%"
