@@ -162,16 +162,9 @@ def admit(shapes: Iterable[Sequence[int]]) -> None:
     """
     began, tried = time.perf_counter(), 0
     for n, k in sorted(set(map(tuple, shapes)) - set(_plans)):
-        kept = _file(n, k)
-        if kept.is_file():
-            _plans[n, k] = Plan(**json.loads(kept.read_text())["plan"])
-        else:
-            _plans[n, k] = _find(n, k)
-            tried += 1
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            partial = kept.with_suffix(f".{os.getpid()}")
-            partial.write_text(json.dumps({"made_of": _made_of(), "plan": vars(_plans[n, k])}, indent=1))
-            partial.replace(kept)
+        plan, anew = remembered(f"{n}x{k}-bf16", lambda n=n, k=k: vars(_find(n, k)))
+        _plans[n, k] = Plan(**plan)
+        tried += anew
         _let_cublaslt(n, k, _plans[n, k])
         said = ", ".join(f"{name} to M={last}" for name, last in _runs(_plans[n, k]))
         logger.info("batch_invariant: linear (%d, %d): %s", n, k, said)
@@ -219,9 +212,18 @@ def _made_of() -> list[str]:
     return [*names, *settings, ",".join(_implementations), *hashes]
 
 
-def _file(n: int, k: int) -> Path:
+def remembered(name: str, find: Callable[[], dict]) -> tuple[dict, bool]:
+    """What `find` returns, or did on such a card with such libraries, from disk; and whether it was asked now."""
     key = hashlib.sha256("\n".join(_made_of()).encode()).hexdigest()[:16]
-    return Path(envs.VLLM_CACHE_ROOT) / "batch_invariant" / key / f"{n}x{k}-bf16.json"
+    kept = Path(envs.VLLM_CACHE_ROOT) / "batch_invariant" / key / f"{name}.json"
+    if kept.is_file():
+        return json.loads(kept.read_text())["plan"], False
+    found = find()
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    partial = kept.with_suffix(f".{os.getpid()}")
+    partial.write_text(json.dumps({"made_of": _made_of(), "plan": found}, indent=1))
+    partial.replace(kept)
+    return found, True
 
 
 def _find(n: int, k: int) -> Plan:
