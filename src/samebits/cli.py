@@ -427,7 +427,7 @@ def _saying() -> Iterator[Callable[[str], None]]:
 def check_bits(
     folder: Annotated[Path, typer.Option("--out", help="a new folder for recordings, logs and invariance.json")],
     arm: Annotated[list[int] | None, typer.Option(help="0 or 1; repeat for both; default: both")] = None,
-    dtype: Annotated[list[Dtype] | None, typer.Option(help="repeat for both; default: both")] = None,
+    dtype: Annotated[list[Dtype] | None, typer.Option(help="repeat for both; default: all that the device has")] = None,
     device: Annotated[Device, typer.Option(help="where the engines run")] = Device.cpu,
     layers: Annotated[int, typer.Option(min=1, help="of the seeded Qwen3")] = 6,
     hidden: Annotated[int, typer.Option(min=128, help="a multiple of 128")] = 1024,
@@ -445,10 +445,11 @@ def check_bits(
     """
     from samebits.judge import matrix_summary
     from samebits.probe import invariance, traces
+    from samebits.probe.device import DTYPES
 
     asked = invariance.Asked(
         arms=tuple(dict.fromkeys(arm or (0, 1))),
-        dtypes=tuple(dict.fromkeys(map(str, dtype or Dtype))),
+        dtypes=tuple(dict.fromkeys(map(str, dtype or DTYPES[device]))),
         device=device,
         layers=layers,
         hidden=hidden,

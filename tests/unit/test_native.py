@@ -44,7 +44,7 @@ def test_no_contraction_and_no_fast_arithmetic(library) -> None:
         assert not {"-ffast-math", "-Ofast", "-funsafe-math-optimizations", "-ffinite-math-only"} & set(flags)
 
 
-CUDA = ["vllm/batch_invariant_linear.so", "vllm/batch_invariant_sm90.so", "vllm/batch_invariant_rows.so"]
+CUDA = [f"vllm/batch_invariant_{name}.so" for name in ("linear", "sm90", "rows", "attention")]
 
 
 def test_each_wheel_carries_its_own_libraries() -> None:
@@ -58,7 +58,8 @@ def test_each_wheel_carries_its_own_libraries() -> None:
 def test_a_series_that_ends_earlier_carries_what_its_patches_bring(tmp_path: Path) -> None:
     """The first CUDA commit alone is a series too: its wheel has the linear and nothing of what comes after."""
     patches = shutil.copytree(PATCHES, tmp_path / "patches")
-    for later in ("0005-skinny-gemm", "0006-row-operators"):
+    names = sorted(folder.name for folder in (patches / "vllm").iterdir())
+    for later in names[names.index("0004-admitted-linear") + 1 :]:
         shutil.rmtree(patches / "vllm" / later)
     assert list(libraries_of(PINS, _artefact(""), "vllm", patches, cache_folder())) == CUDA[:1]
 
@@ -75,7 +76,9 @@ names = torch._C._dispatch_get_all_op_names()
 mine = sorted(n for n in names if n.startswith("batch_invariant::"))
 print(*mine)
 x = torch.zeros(2, 16, dtype=torch.bfloat16)
-calls = {"reference_gemm": (x, x), "skinny_gemm": (x, x), "rms_norm": (x, x[0], 1e-6)}
+i = torch.zeros(2, 1, dtype=torch.int32)
+attention = (x, x, x, x, x, i, i[0], i[0].long(), 1.0, x)
+calls = {"reference_gemm": (x, x), "skinny_gemm": (x, x), "rms_norm": (x, x[0], 1e-6), "decode_attention": attention}
 for call, arguments in calls.items():
     if "batch_invariant::" + call in mine:
         try:

@@ -6,7 +6,6 @@ requests; the table of pairs says which arms gave the same bits.
 """
 
 import datetime
-import hashlib
 import itertools
 import json
 import os
@@ -22,6 +21,7 @@ from rich import box
 from rich.table import Table
 
 from samebits.errors import SamebitsError
+from samebits.evidence import provenance
 from samebits.evidence.measurement import ENGINES
 from samebits.sources.tree import NOTE
 
@@ -167,6 +167,7 @@ def measure(
         for arm in arms:
             say(f"{arm.name} starts")
             log = logs / f"{arm.name}.log"
+            job["tree"] = arm.tree and str(arm.tree)
             child = Child(f"the engine {arm.name}", "samebits.bench.engine", job, _environment(arm, logs), log)
             children[arm.name] = stack.enter_context(child)
         ready = {}
@@ -217,11 +218,7 @@ def _tree(arm: Arm) -> dict[str, str]:
     note = arm.tree and arm.tree / NOTE
     if not note or not note.is_file():
         return {"wheel": RELEASE}
-    known = json.loads(note.read_text())
-    for name, digest in known["files"].items():
-        if hashlib.sha256((note.parent / name).read_bytes()).hexdigest() != digest:
-            raise CardError(f"{name} in the tree of {arm.name} is not that of {known['wheel']}: unpack it again")
-    return {key: known[key] for key in ("wheel", "sha256", "git_commit")}
+    return provenance.wheel_of_tree(note)
 
 
 def _command(model: str, arms: Sequence[Arm], cases: Sequence[Case], rounds: int, eager: bool) -> list[str]:

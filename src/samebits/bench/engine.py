@@ -1,7 +1,8 @@
 """One vLLM engine that is timed: ``python -m samebits.bench.engine JOB``, the arm is its environment's.
 
 JOB: {"engine": arguments of LLM, "cases": [{"prompt", "answer", "requests"}], "said": draw weights and answer first}.
-Without "said" the engine runs in this process, which says the contract that it computes by.
+With "tree" vllm must be the one in that folder. Without "said" the engine runs in this process, which says the contract
+that it computes by.
 A case counts the tokens that it generated; one with a single token an answer, those of its prompts. Its name is
 "prompt,answer,requests".
 """
@@ -47,6 +48,11 @@ def _make(job: dict[str, Any]) -> tuple[dict[str, Workload], dict[str, Any]]:
 
     import vllm
 
+    tree = job.get("tree")  # a folder on PYTHONPATH that lacks a file of the package is passed over without a word
+    if tree and not pathlib.Path(vllm.__file__).is_relative_to(tree):
+        raise SystemExit(
+            f"vllm was imported from {pathlib.Path(vllm.__file__).parent}, not from {tree}: lay the tree anew"
+        )
     engine = vllm.LLM(**job["engine"])
     facts: dict[str, Any] = {"vllm": vllm.__version__}
     vocabulary = engine.llm_engine.model_config.get_vocab_size()

@@ -115,6 +115,7 @@ def collect(
     root: Path,
     lock: Path,
     requirements: Path,
+    tree: Path | None = None,
     arm: int,
     runner: str,
     config_sha256: str,
@@ -130,7 +131,8 @@ def collect(
     """The identity of a run that is about to start.
 
     root: the repository. lock: the lock file. requirements: the requirements.txt that `samebits build wheels`
-    left; the wheels lie beside it, and each must be the one installed here. arm: 0 or 1.
+    left; the wheels lie beside it, and each must be the one installed here. tree: instead, the note of `samebits build
+    tree`, whose files must lie beside it; where there is no repository its commit is the run's. arm: 0 or 1.
     runner: vLLM's model runner, v1 or v2. model: name, seed, tokenizer_sha256 and the geometry. threads: of one
     operator; default: the processors this process may use. contract: the name of the numerical contract that both
     sides compute by; None at arm 0. kernels: what torch dispatches on. ProvenanceError with the remedy otherwise."""
@@ -141,12 +143,21 @@ def collect(
         )
     commit = _git(root, "rev-parse", "--verify", "-q", "HEAD") or None
     changes = _git(root, "status", "--porcelain")
+    dirty = None if changes is None else bool(changes)
+    if tree is not None:
+        noted = wheel_of_tree(tree)
+        wheels = {noted["wheel"]: noted["sha256"]}
+        if commit is None:
+            commit, _, suffix = noted["git_commit"].partition("-")
+            dirty = bool(suffix)
+    else:
+        wheels = installed_wheels(requirements)
     identity = {
         "schema": SCHEMA,
         "git_commit": commit,
-        "git_dirty": None if changes is None else bool(changes),
+        "git_dirty": dirty,
         "lock": {"name": lock.name, "sha256": _sha256(lock, "run `make env`")},
-        "wheels": installed_wheels(requirements),
+        "wheels": wheels,
         "versions": versions(),
         "python": platform.python_version(),
         "device": device,
@@ -216,6 +227,17 @@ def installed_wheels(requirements: Path) -> dict[str, str]:
         if not _is_installed(at_hand[digest]):
             raise ProvenanceError(f"{at_hand[digest].name} is not what is installed in this environment; {remedy}")
     return dict(sorted((at_hand[digest].name, digest) for _, digest in stated))
+
+
+def wheel_of_tree(note: Path) -> dict[str, str]:
+    """wheel, sha256 and git_commit of the wheel that a tree is part of, by the note beside the tree's files.
+
+    ProvenanceError if a file is not as noted."""
+    known = strictjson.loads(note.read_bytes())
+    for name, digest in known["files"].items():
+        if _sha256(note.parent / name, "unpack the tree again") != digest:
+            raise ProvenanceError(f"{name} beside {note.name} is not that of {known['wheel']}; unpack the tree again")
+    return {key: known[key] for key in ("wheel", "sha256", "git_commit")}
 
 
 def instruction_set(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:

@@ -13,6 +13,9 @@ from typing import Any
 from samebits.errors import SamebitsError
 from samebits.recipe import arms
 
+# What the contract has on a device.
+DTYPES = {"cpu": ("bfloat16", "float32"), "cuda": ("bfloat16",)}
+
 
 class DeviceError(SamebitsError):
     """A device that the probes do not know."""
@@ -20,12 +23,16 @@ class DeviceError(SamebitsError):
 
 @dataclass(frozen=True)
 class Device:
-    """environment: of an engine's process, whole. arguments: of vLLM's LLM, besides those of the matrix."""
+    """environment: of an engine's process, whole. arguments: of vLLM's LLM, besides those of the matrix.
+
+    head: values of a head of the model that is asked.
+    """
 
     name: str
     environment: dict[str, str]
     arguments: dict[str, Any]
     profile: str  # of the lock and the wheels
+    head: int
 
 
 def device(name: str, arm: int, base: Mapping[str, str] = os.environ) -> Device:
@@ -42,11 +49,12 @@ def device(name: str, arm: int, base: Mapping[str, str] = os.environ) -> Device:
         environment = {**arms.environment(arm, base), **common}
         # The matrix says per engine whether it compiles. Inductor need not try whether the vector instructions work.
         environment.pop("TORCH_COMPILE_DISABLE", None)
-        return Device(name, {**environment, "TORCHINDUCTOR_VEC_ISA_OK": "1"}, {}, "cpu")
+        return Device(name, {**environment, "TORCHINDUCTOR_VEC_ISA_OK": "1"}, {}, "cpu", 64)
     if name == "cuda":
         said = base.get(arms.SWITCH, str(arm))
         if said != str(arm):
             raise DeviceError(f"{arms.SWITCH}={said} in the environment contradicts --arm {arm}: unset it")
-        environment = {**base, **common, arms.SWITCH: str(arm)}
-        return Device(name, environment, {"gpu_memory_utilization": 0.5}, "gpu")
+        environment = {arms.RUNNER_SWITCH: "0", **base, **common, arms.SWITCH: str(arm)}
+        environment["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # it is compiled at each start
+        return Device(name, environment, {"gpu_memory_utilization": 0.5}, "gpu", 128)
     raise DeviceError(f"--device {name}: give cpu or cuda")

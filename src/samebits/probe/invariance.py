@@ -7,6 +7,8 @@ are asked the same. What was said lies in OUT/recordings/armN-DTYPE/ENGINE.said.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
+import itertools
 import json
 import pathlib
 import random
@@ -22,13 +24,13 @@ from samebits.evidence.invariance import KIND
 from samebits.judge import judge_recordings, matrix
 from samebits.recipe import arms, launch, process
 from samebits.sources.pins import ROOT
+from samebits.sources.tree import NOTE
 
-from .device import Device, device
+from .device import DTYPES, Device, device
 from .engine import SUFFIX
 from .weights import VOCABULARY_SIZE, write_weights
 
 SEED = 3
-DTYPES = ("bfloat16", "float32")
 FORCED = 7  # the token that a prompt of the power-of-two cells is answered with: so all are prefixes of one text
 
 Requests = list[dict[str, Any]]
@@ -178,15 +180,19 @@ def record(asked: Asked, out: pathlib.Path, say: Say = print, step: Callable[[],
     Raises:
         SamebitsError: an arm or a device that cannot run, a folder in use, or a child that failed.
     """
-    if asked.hidden % 128:
-        raise ModelError(f"--hidden {asked.hidden}: give a multiple of 128")
     devices = {arm: device(str(asked.device), arm) for arm in asked.arms}
+    (head,) = {on.head for on in devices.values()}
+    if asked.hidden % (2 * head):
+        raise ModelError(f"--hidden {asked.hidden}: give a multiple of {2 * head}")
+    for on, dtype in itertools.product(devices.values(), asked.dtypes):
+        if dtype not in DTYPES[on.name]:
+            raise ModelError(f"--dtype {dtype}: on {on.name} the contract has {', '.join(DTYPES[on.name])}")
     if out.exists() and any(out.iterdir()):
         raise OutputInUse(f"{out} is not empty: choose another --out, or remove it")
     out.mkdir(parents=True, exist_ok=True)
     weights = out / "weights"
     say(f"weights: a seeded Qwen3 of {asked.layers} layers, hidden {asked.hidden}")
-    write_weights(weights, SEED, asked.layers, asked.hidden)
+    write_weights(weights, SEED, asked.layers, asked.hidden, head)
     for arm in asked.arms:
         _record_arm(asked, arm, devices[arm], weights, out, say, step)
     shutil.rmtree(weights)
@@ -240,6 +246,7 @@ def identify(
         arm=arm,
         runner=arms.runner({arms.RUNNER_SWITCH: "0", **on.environment}),
         config_sha256=config_sha256,
+        tree=_tree(),
         model=_model(layers, hidden),
         command=command,
         device=on.name,
@@ -249,6 +256,13 @@ def identify(
         kernels=launch.kernels(),
         environment=on.environment,
     )
+
+
+def _tree() -> pathlib.Path | None:
+    """The note beside the vllm package of this process, if a tree of ours was laid over a release."""
+    found = importlib.util.find_spec("vllm")
+    folders = (found and found.submodule_search_locations) or []
+    return next((note for folder in folders if (note := pathlib.Path(folder).parent / NOTE).is_file()), None)
 
 
 def _plan_sha256(made: list[Engine]) -> str:

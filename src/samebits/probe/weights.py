@@ -14,9 +14,9 @@ VOCABULARY_SIZE = len(model.VOCABULARY)
 POSITIONS = 4096
 
 
-def write_weights(folder: pathlib.Path, seed: int, layers: int, hidden: int) -> None:
+def write_weights(folder: pathlib.Path, seed: int, layers: int, hidden: int, head: int = 64) -> None:
     """Write config and bf16 weights as a Hugging Face checkpoint. Norm gains are not 1, so that each of them counts."""
-    settings = model.config(layers, hidden)
+    settings = model.config(layers, hidden, head)
     settings.max_position_embeddings = POSITIONS
     settings.architectures = ["Qwen3ForCausalLM"]
     with torch.random.fork_rng(devices=[]):

@@ -37,16 +37,16 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return wrapped
 
 
-def config(layers: int, hidden: int) -> Qwen3Config:
-    """A Qwen3 with head_dim 64, two query heads a key/value head, and an untied output."""
+def config(layers: int, hidden: int, head: int = 64) -> Qwen3Config:
+    """A Qwen3 with heads of `head` values, two query heads a key/value head, and an untied output."""
     return Qwen3Config(
         vocab_size=len(VOCABULARY),
         hidden_size=hidden,
         intermediate_size=2 * hidden,
         num_hidden_layers=layers,
-        num_attention_heads=hidden // 64,
-        num_key_value_heads=hidden // 128,
-        head_dim=64,
+        num_attention_heads=hidden // head,
+        num_key_value_heads=hidden // (2 * head),
+        head_dim=head,
         max_position_embeddings=2048,
         rms_norm_eps=1e-6,
         rope_theta=10_000.0,

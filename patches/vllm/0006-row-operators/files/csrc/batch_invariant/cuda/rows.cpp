@@ -195,6 +195,10 @@ Pair selected_log_softmax(const Tensor& logits, const Tensor& index) {
   return result;
 }
 
+// Two sides whose names differ must not be compared. It is that of all operators of a wheel: products are one chain of k16
+// steps, attention has FlashAttention 3's bits for heads of 128, rows are summed in 512 lanes.
+const char* contract() { return "batch-invariant-cuda-1 sm_90 k16-chain fa3-kv128 lanes512"; }
+
 struct Operator {
   const char* name;
   const char* arguments;
@@ -226,6 +230,9 @@ __attribute__((constructor)) void enroll() {
     stable::done(aoti_torch_library_def(library, schema));
     stable::done(aoti_torch_library_impl(implementations, o.name, o.call));
   }
+  stable::done(aoti_torch_library_def(library, "contract() -> str"));
+  stable::done(aoti_torch_library_init_impl("batch_invariant", "CompositeExplicitAutograd", "rows.cpp", 0, &implementations));
+  stable::done(aoti_torch_library_impl(implementations, "contract", stable::Boxed<contract>::call));
 }
 
 }  // namespace

@@ -15,7 +15,8 @@ alignas(64) const unsigned char kImage[] = {
 cuda::Module module(kImage, "compute capability 9.0");
 
 constexpr int64_t kHead = 128, kKeys = 128, kMostGroup = 8, kSlice = 32, kStages = 8, kScorePitch = kKeys + 8;  // as in the kernels
-constexpr int64_t kSharedBytes = 212 * 1024;  // what a block may have besides what the kernels hold by name
+constexpr int64_t kSharedBytes = 200 * 1024;  // what a block may have besides what the kernels hold by name
+constexpr int64_t kAlignment = 1024;           // lost where the rings begin
 constexpr int64_t kBlocksAtOnce = 3 * 132;    // of attention_scores on a card
 
 // As in the kernels.
@@ -28,6 +29,25 @@ struct Arguments {
   int32_t group, kv_heads, page_shift, most_blocks;
   float scale;
 };
+
+struct alignas(64) TensorMap {
+  unsigned char bytes[128];
+};
+
+// The map of a cache (values, tokens of a page, kv heads, pages) in boxes of 16 tokens and `box` values, 2 * box bytes a row.
+TensorMap tensor_map(const char* op, const Tensor& cache, int64_t box) {
+  TensorMap map;
+  const int64_t token = cache.stride(1), head = cache.size(2) > 1 ? cache.stride(2) : cache.stride(0), page = cache.stride(0);
+  const uint64_t sizes[4] = {uint64_t(kHead), uint64_t(cache.size(1)), uint64_t(cache.size(2)), uint64_t(cache.size(0))},
+                 strides[3] = {uint64_t(token) * 2, uint64_t(head) * 2, uint64_t(page) * 2};
+  const uint32_t boxes[4] = {uint32_t(box), 16, 1, 1}, steps[4] = {1, 1, 1, 1};
+  constexpr int32_t kBf16 = 9, kNoInterleave = 0, kSwizzle64 = 2, kSwizzle128 = 3, kPromotion256 = 3, kZeros = 0;
+  const int32_t error =
+      cuda::Driver::get().encode_tiled(&map, kBf16, 4, cache.data<void>(), sizes, strides, boxes, steps, kNoInterleave,
+                                       box * 2 == 64 ? kSwizzle64 : kSwizzle128, kPromotion256, kZeros);
+  require(!error, "%s: the cache cannot be read in tiles; its address and strides must be multiples of 16 bytes", op);
+  return map;
+}
 
 // A [requests, heads, 128] tensor whose heads lie in a row; the stride between requests.
 const void* heads(const char* op, const char* name, const Tensor& t, int64_t requests, int64_t& stride) {
@@ -106,14 +126,15 @@ void decode_attention(const Tensor& query, const Tensor& key, const Tensor& valu
   const int64_t at_once = kBlocksAtOnce / (requests * kv_heads);
   const int64_t ranges = at_once < 1 ? 1 : at_once < a.most_blocks ? at_once : a.most_blocks;
   const int64_t most_pages = block_table.size(1), pages_each = ((a.most_blocks + ranges - 1) / ranges * kKeys / page) + 2;
-  const int64_t for_scores = 2 * kKeys * kHead * 2 + pages_each * 4;
-  const int64_t for_values = kStages * (kKeys * kSlice * 2 + group * kScorePitch * 4) + (group * a.most_blocks + most_pages) * 4;
+  const int64_t for_scores = kAlignment + 2 * kKeys * kHead * 2 + pages_each * 4;
+  const int64_t for_values = kAlignment + kStages * (kKeys * kSlice * 2 + group * kScorePitch * 4) + (group * a.most_blocks + most_pages) * 4;
   require(for_scores < kSharedBytes && for_values <= kSharedBytes, "%s: %lld pages of %lld tokens a request; fewer fit", op,
           (long long)most_pages, (long long)page);
+  const TensorMap keys = tensor_map(op, key_cache, 64), values = tensor_map(op, value_cache, kSlice);
   const uint32_t scores[3] = {uint32_t(ranges), uint32_t(kv_heads), uint32_t(requests)};
-  cuda::launch(prepared(kScores, place.index), op, place.stream, scores, 128, uint32_t(for_scores), true, a);
-  const uint32_t values[3] = {uint32_t(kHead / kSlice), uint32_t(kv_heads), uint32_t(requests)};
-  cuda::launch(prepared(kValues, place.index), op, place.stream, values, 192, uint32_t(for_values), true, a);
+  cuda::launch(prepared(kScores, place.index), op, place.stream, scores, 128, uint32_t(for_scores), true, keys, values, a);
+  const uint32_t slices[3] = {uint32_t(kHead / kSlice), uint32_t(kv_heads), uint32_t(requests)};
+  cuda::launch(prepared(kValues, place.index), op, place.stream, slices, 192, uint32_t(for_values), true, keys, values, a);
 }
 
 __attribute__((constructor)) void enroll() {

@@ -19,10 +19,11 @@
 
 enum : int { kHead = 128, kKeys = 128, kMostGroup = 8, kSlice = 32, kStages = 8, kScorePitch = kKeys + 8 };
 enum : int { kWeigher = 2, kAdder = 4, kLoader = 5 };  // the first warp of each kind in `attention_values`
+enum : uint32_t { kTile = kKeys * kHead * 2, kHalfTile = kTile / 2, kValueTile = kKeys * kSlice * 2 };
 
 struct Arguments {
   const unsigned short *query, *key, *value;  // [requests, heads * 128], rows apart by their strides
-  unsigned short *key_cache, *value_cache;    // [pages, page, kv heads, 128] by strides
+  unsigned short *key_cache, *value_cache;    // [pages, page, kv heads, 128] by strides, and as tensor maps
   const int *pages, *lengths;                 // [requests, table_stride], [requests]
   const long long* slots;                     // [requests]: where the new token goes, page * tokens of a page + token; or < 0
   float *scores, *peaks;                      // [requests, kv heads, group, most_blocks * 128], and a value a block
@@ -63,15 +64,22 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
   return two;
 }
 
-// 16 bytes to shared memory; zeros if `there` is false.
-__device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool there) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+// 16 tokens of a page, some of a head's values: a box of a tensor map of (values, tokens of a page, kv heads, pages).
+__device__ __forceinline__ void load_tokens(uint32_t to, const TensorMap& map, int value, int token, int head, int page,
+                                            uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(
+          to),
+      "l"(&map), "r"(value), "r"(token), "r"(head), "r"(page), "r"(shared_address(barrier))
+      : "memory");
 }
-__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kLeft>
-__device__ __forceinline__ void copy_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+__device__ __forceinline__ void load_bytes(uint32_t to, const void* from, uint32_t bytes, uint64_t* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
+               "r"(bytes), "r"(shared_address(barrier))
+               : "memory");
 }
+// What was stored into shared memory comes before later copies into it.
+__device__ __forceinline__ void stores_before_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 __device__ __forceinline__ void load_matrices(uint32_t address, uint32_t (&a)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -94,17 +102,24 @@ struct alignas(16) Chunk {
   uint32_t words[4];
 };
 
-__device__ __forceinline__ uint32_t key_offset(int row, int chunk) { return row * kHead * 2 + (chunk ^ (row & 7)) * 16; }
+// Rows of 128 bytes of keys (two halves, one behind the other) and of 64 bytes of values, swizzled as the copies do it.
+__device__ __forceinline__ uint32_t key_offset(int row, int part) {
+  return part / 8 * kHalfTile + row * 128 + (part % 8 ^ (row & 7)) * 16;
+}
+__device__ __forceinline__ uint32_t value_offset(int row, int part) { return row * 64 + (part ^ (row >> 1 & 3)) * 16; }
 
-// Page numbers are read once, before anything else: a load that comes after a copy waits for it.
 __device__ __forceinline__ void read_pages(int* to, const int* table, int first, int last, int threads) {
   for (int i = first + threadIdx.x; i <= last; i += threads) to[i - first] = table[i];
 }
 
 // Scores of one query group against blocks of 128 keys, and each block's maximum. Grid (ranges of blocks, kv heads, requests).
-extern "C" __global__ void __launch_bounds__(128) attention_scores(const __grid_constant__ Arguments a) {
-  extern __shared__ __align__(1024) unsigned char shared[];
+extern "C" __global__ void __launch_bounds__(128) attention_scores(const __grid_constant__ TensorMap keys,
+                                                                  const __grid_constant__ TensorMap,
+                                                                  const __grid_constant__ Arguments a) {
+  extern __shared__ unsigned char unaligned[];
+  unsigned char* shared = unaligned + (-shared_address(unaligned) & 1023);  // swizzles are of 1024 bytes
   __shared__ float warp_peaks[4][kMostGroup];
+  __shared__ uint64_t full[2];
   dependents_may_start();
   const int request = blockIdx.z, kv_head = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int length = a.lengths[request], blocks = (length + kKeys - 1) / kKeys;
@@ -114,36 +129,31 @@ extern "C" __global__ void __launch_bounds__(128) attention_scores(const __grid_
     wait_for_dependencies();
     return;
   }
-  enum : uint32_t { kTile = kKeys * kHead * 2 };
   const uint32_t base = shared_address(shared);
   int* pages = reinterpret_cast<int*>(shared + 2 * kTile);
-  const int chunk = threadIdx.x % 16, first_row = threadIdx.x / 16, in_page = (1 << a.page_shift) - 1;
-  const int first_page = begin * kKeys >> a.page_shift;
+  const int in_page = (1 << a.page_shift) - 1, first_page = begin * kKeys >> a.page_shift;
   const int last_key = (end * kKeys < length ? end * kKeys : length) - 1;
   read_pages(pages, a.pages + request * a.table_stride, first_page, last_key >> a.page_shift, 128);
+  if (threadIdx.x == 0) {
+    barrier_init(&full[0], 1), barrier_init(&full[1], 1);
+    barrier_init_fence();
+  }
   __syncthreads();
 
-  auto ask = [&](int block) {
-    if (block < end) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {  // rows 16 i to 16 i + 15 lie on one page
-        const int start = block * kKeys + 16 * i;
-        const bool any = start < length;
-        const long long page = any ? pages[(start >> a.page_shift) - first_page] : 0;
-        const unsigned short* rows = a.key_cache + page * a.page_stride + kv_head * a.head_stride + chunk * 8;
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const int row = 16 * i + 8 * j + first_row, key = block * kKeys + row;
-          if (key == length - 1) continue;
-          copy_async(base + (block - begin) % 2 * kTile + key_offset(row, chunk),
-                     rows + (any ? key & in_page : 0) * a.token_stride, key < length);
-        }
-      }
-    }
-    copy_commit();
+  auto ask = [&](int block) {  // by one warp: lane l of 16 asks for half l % 2 of 16 keys, which lie on one page
+    if (block >= end) return;
+    const int left = length - block * kKeys, sixteens = left < kKeys ? (left + 15) / 16 : kKeys / 16;
+    const int stage = (block - begin) % 2, start = block * kKeys + lane / 2 * 16;
+    if (lane == 0) barrier_expect(&full[stage], sixteens * 16 * kHead * 2);
+    __syncwarp();
+    if (lane / 2 < sixteens)
+      load_tokens(base + stage * kTile + lane % 2 * kHalfTile + lane / 2 * 2048, keys, lane % 2 * 64, start & in_page, kv_head,
+                  pages[(start >> a.page_shift) - first_page], &full[stage]);
   };
-  ask(begin);
-  ask(begin + 1);
+  if (warp == 0) {
+    ask(begin);
+    ask(begin + 1);
+  }
   wait_for_dependencies();
 
   const long long row_of_scores = (long long)(request * a.kv_heads + kv_head) * a.group;
@@ -158,20 +168,25 @@ extern "C" __global__ void __launch_bounds__(128) attention_scores(const __grid_
   }
 
   for (int block = begin; block < end; ++block) {
-    const uint32_t tile = (block - begin) % 2 * kTile;
-    if (block == blocks - 1 && threadIdx.x < 16) {  // the new token: into the cache, and its key into the block
-      const long long slot = a.slots[request];
-      const long long to = (slot >> a.page_shift) * a.page_stride + (slot & in_page) * a.token_stride + kv_head * a.head_stride;
-      const Chunk key = *reinterpret_cast<const Chunk*>(a.key + request * a.key_stride + kv_head * kHead + chunk * 8);
-      const Chunk value = *reinterpret_cast<const Chunk*>(a.value + request * a.value_stride + kv_head * kHead + chunk * 8);
-      if (slot >= 0) {
-        *reinterpret_cast<Chunk*>(a.key_cache + to + chunk * 8) = key;
-        *reinterpret_cast<Chunk*>(a.value_cache + to + chunk * 8) = value;
+    const int stage = (block - begin) % 2;
+    const uint32_t tile = stage * kTile;
+    barrier_wait(&full[stage], (block - begin) / 2 % 2);
+    if (block == blocks - 1) {  // the new token: into the cache, and its key into the block
+      if (threadIdx.x < 16) {
+        const int part = threadIdx.x;
+        const long long slot = a.slots[request];
+        const long long to =
+            (slot >> a.page_shift) * a.page_stride + (slot & in_page) * a.token_stride + kv_head * a.head_stride + part * 8;
+        const Chunk key = *reinterpret_cast<const Chunk*>(a.key + request * a.key_stride + kv_head * kHead + part * 8);
+        const Chunk value = *reinterpret_cast<const Chunk*>(a.value + request * a.value_stride + kv_head * kHead + part * 8);
+        if (slot >= 0) {
+          *reinterpret_cast<Chunk*>(a.key_cache + to) = key;
+          *reinterpret_cast<Chunk*>(a.value_cache + to) = value;
+        }
+        *reinterpret_cast<Chunk*>(shared + tile + key_offset((length - 1) % kKeys, part)) = key;
       }
-      *reinterpret_cast<Chunk*>(shared + tile + key_offset((length - 1) % kKeys, chunk)) = key;
+      __syncthreads();
     }
-    copy_wait<1>();
-    __syncthreads();
     float d[2][4] = {};
 #pragma unroll
     for (int step = 0; step < 8; ++step)
@@ -197,7 +212,7 @@ extern "C" __global__ void __launch_bounds__(128) attention_scores(const __grid_
       for (int i = 0; i < 2; ++i) peak[i] = fmaxf(peak[i], __shfl_xor_sync(~0u, peak[i], distance));
     if (lane < 4) warp_peaks[warp][2 * lane] = peak[0], warp_peaks[warp][2 * lane + 1] = peak[1];
     __syncthreads();  // and the keys have been read
-    ask(block + 2);
+    if (warp == 0) ask(block + 2);
     if (threadIdx.x < a.group) {
       float most = warp_peaks[0][threadIdx.x];
 #pragma unroll
@@ -207,73 +222,68 @@ extern "C" __global__ void __launch_bounds__(128) attention_scores(const __grid_
   }
 }
 
-// 32 of the 128 values of a query group's outputs. Grid (4 slices, kv heads, requests). Warps at work on one block of keys
-// each, in step: two carry the outputs, 16 values each; two make the next block's p, half its keys each; one adds the sums;
-// one asks for what comes. Lane 4 q + c holds what belongs to query q and sum c.
-extern "C" __global__ void __launch_bounds__(192) attention_values(const __grid_constant__ Arguments a) {
-  extern __shared__ __align__(1024) unsigned char shared[];
-  __shared__ __align__(16) unsigned char packed[2][2048];  // p in bf16 of two blocks: 16 bytes for each of 4 x 32 lanes
-  __shared__ __align__(16) unsigned char exact[2][4096];   // p in fp32: 16 bytes for each of 8 x 32 lanes
-  __shared__ __align__(16) float shrinks[2][kMostGroup], inverses[kMostGroup];
+// 32 of the 128 values of a query group's outputs. Grid (4 slices, kv heads, requests). Warps at work on two blocks of keys
+// at once, in step: two carry the outputs, 16 values each; two make the p of the next two blocks; one adds the sums; one asks
+// for what comes. Lane 4 q + c holds what belongs to query q and sum c.
+extern "C" __global__ void __launch_bounds__(192, 2) attention_values(const __grid_constant__ TensorMap,
+                                                                  const __grid_constant__ TensorMap values,
+                                                                  const __grid_constant__ Arguments a) {
+  extern __shared__ unsigned char unaligned[];
+  unsigned char* shared = unaligned + (-shared_address(unaligned) & 1023);  // swizzles are of 1024 bytes
+  __shared__ __align__(16) unsigned char packed[2][2][2048];  // p in bf16, of two blocks twice: 16 bytes for 4 x 32 lanes
+  __shared__ __align__(16) unsigned char exact[2][2][4096];   // p in fp32: 16 bytes for 8 x 32 lanes
+  __shared__ __align__(16) float shrinks[2][2][kMostGroup], inverses[kMostGroup];
+  __shared__ uint64_t full[kStages];
   dependents_may_start();
   const int request = blockIdx.z, kv_head = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int length = a.lengths[request], blocks = (length + kKeys - 1) / kKeys, newest = (length - 1) % kKeys;
-  enum : uint32_t { kValueBytes = kKeys * kSlice * 2 };
-  const uint32_t stage_bytes = kValueBytes + a.group * kScorePitch * 4, base = shared_address(shared);
-  float* peaks = reinterpret_cast<float*>(shared + kStages * stage_bytes);  // [group, blocks], the largest score so far
+  const uint32_t base = shared_address(shared), score_bytes = a.group * kScorePitch * 4;
+  unsigned char* score_tiles = shared + kStages * kValueTile;
+  float* peaks = reinterpret_cast<float*>(score_tiles + kStages * score_bytes);  // [group, blocks], the largest score so far
   int* pages = reinterpret_cast<int*>(peaks + a.group * blocks);
   if (length) read_pages(pages, a.pages + request * a.table_stride, 0, (length - 1) >> a.page_shift, 192);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; ++i) barrier_init(&full[i], 2);
+    barrier_init_fence();
+  }
   __syncthreads();
 
-  // Blocks in the order in which they are taken: number i is block blocks - 1 - i.
+  // Blocks in the order in which they are taken: number i is block blocks - 1 - i. Lane l of 8 asks for 16 keys' values,
+  // and a lane of the group for a query's scores.
   const long long row_of_scores = (long long)(request * a.kv_heads + kv_head) * a.group;
-  const unsigned short* values =
-      a.value_cache + kv_head * a.head_stride + blockIdx.x * kSlice + lane % 4 * 8;
-  const unsigned short* my_values = values + lane / 4 * a.token_stride;
-  // Rows of 64 bytes, their four parts swizzled.
-  auto swizzled = [](int row, int part) -> uint32_t { return row * 64 + (part ^ (row >> 1 & 3)) * 16; };
-  const uint32_t asked = swizzled(lane / 4, lane % 4);
   auto ask_values = [&](int i) {
     if (i >= blocks) return;
-    const int start = (blocks - 1 - i) * kKeys + 16 * (lane % 8);  // lane l: of the 16 rows from row 16 (l % 8)
-    const long long rows =
-        start < length ? pages[start >> a.page_shift] * a.page_stride + (start & ((1 << a.page_shift) - 1)) * a.token_stride : 0;
-    const uint32_t stage = base + i % kStages * stage_bytes + asked;
-#pragma unroll
-    for (int g = 0; g < 8; ++g) {
-      const long long from = __shfl_sync(~0u, rows, g);
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const int row = 16 * g + 8 * j + lane / 4;
-        const bool there = i > 0 || row < newest;
-        if (i == 0 && row == newest) continue;
-        copy_async(stage + (16 * g + 8 * j) * 64, there ? my_values + from + 8 * j * a.token_stride : values, there);
-      }
-    }
+    const int sixteens = i ? kKeys / 16 : newest / 16 + 1, start = (blocks - 1 - i) * kKeys + lane * 16;
+    if (lane == 0) barrier_expect(&full[i % kStages], sixteens * 16 * kSlice * 2);
+    __syncwarp();
+    if (lane < sixteens)
+      load_tokens(base + i % kStages * kValueTile + lane * 1024, values, blockIdx.x * kSlice,
+                  start & ((1 << a.page_shift) - 1), kv_head, pages[start >> a.page_shift], &full[i % kStages]);
   };
   auto ask_scores = [&](int i) {
     if (i >= blocks) return;
-    const uint32_t stage = base + i % kStages * stage_bytes + kValueBytes + lane * 16;
-    const float* from = a.scores + (row_of_scores * a.most_blocks + blocks - 1 - i) * kKeys + lane * 4;
-#pragma unroll 1
-    for (int q = 0; q < a.group; ++q)
-      copy_async(stage + q * kScorePitch * 4, from + (long long)q * a.most_blocks * kKeys, true);
+    if (lane == 0) barrier_expect(&full[i % kStages], a.group * kKeys * 4);
+    __syncwarp();
+    if (lane < a.group)
+      load_bytes(shared_address(score_tiles) + i % kStages * score_bytes + lane * kScorePitch * 4,
+                 a.scores + ((row_of_scores + lane) * a.most_blocks + blocks - 1 - i) * kKeys, kKeys * 4, &full[i % kStages]);
   };
   if (warp == kLoader)
-    for (int i = 0; i < kStages - 1; ++i) {
-      ask_values(i);
-      copy_commit();
-    }
+    for (int i = 0; i < kStages; ++i) ask_values(i);
   wait_for_dependencies();
   if (warp == kLoader) {
-    for (int i = 0; i < kStages - 1; ++i) {
-      ask_scores(i);
-      copy_commit();
+    for (int i = 0; i < kStages; ++i) ask_scores(i);
+    if (blocks) {  // the new token's value comes from its own tensor, and there is nothing behind it
+      barrier_wait(&full[0], 0);
+      for (int row = newest + lane / 4; row < kKeys; row += 8) {
+        Chunk chunk = {};
+        if (row == newest)
+          chunk = *reinterpret_cast<const Chunk*>(a.value + request * a.value_stride + kv_head * kHead + blockIdx.x * kSlice +
+                                                  lane % 4 * 8);
+        *reinterpret_cast<Chunk*>(shared + value_offset(row, lane % 4)) = chunk;
+      }
+      stores_before_copies();
     }
-    if (blocks && lane < 4)
-      *reinterpret_cast<Chunk*>(shared + swizzled(newest, lane)) =
-          *reinterpret_cast<const Chunk*>(a.value + request * a.value_stride + kv_head * kHead + blockIdx.x * kSlice + lane * 8);
-    copy_wait<kStages - 3>();  // scores of blocks 0 and 1
   } else {
     for (int q = warp; q < a.group; q += kLoader) {
       float so_far = __int_as_float(0xFF800000);
@@ -294,72 +304,82 @@ extern "C" __global__ void __launch_bounds__(192) attention_values(const __grid_
   __syncthreads();
 
   // Lanes without a query do a query's work; their p is 0.
-  const int query = lane / 4 < a.group ? lane / 4 : 0, mine = lane % 4, half = warp - kWeigher;
+  const int query = lane / 4 < a.group ? lane / 4 : 0, mine = lane % 4;
   const float* my_peaks = peaks + query * blocks;
   const float none = __int_as_float(0xFF800000), extinct = lane / 4 < a.group ? 0.0f : none;
-  auto weigh = [&](int i) {
+  const unsigned char* my_scores = score_tiles + (query * kScorePitch + mine * 2) * 4;
+  auto weigh = [&](int i, int buffer, int which) {
+    if (i >= blocks) return;
     const float most = my_peaks[i];
     const float shrink = i ? power_of_two(flush_multiply(flush_add(my_peaks[i - 1], -most), a.scale)) : 1.0f;
     const float offset = extinct - (i == 0 && most == none ? 0.0f : flush_multiply(most, a.scale));
-    const unsigned char* scores =
-        shared + i % kStages * stage_bytes + kValueBytes + (query * kScorePitch + half * 64 + mine * 2) * 4;
-    uint32_t words[8];
-    float p[16];
+    const unsigned char* scores = my_scores + i % kStages * score_bytes;
+    barrier_wait(&full[i % kStages], i / kStages % 2);
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const float2 two = *reinterpret_cast<const float2*>(scores + j * 32);
-      p[2 * j] = power_of_two(flush_fma(two.x, a.scale, offset));
-      p[2 * j + 1] = power_of_two(flush_fma(two.y, a.scale, offset));
-      words[j] = pack(p[2 * j], p[2 * j + 1]);
+    for (int r = 0; r < 4; ++r) {
+      uint32_t words[4];
+      float p[8];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float2 two = *reinterpret_cast<const float2*>(scores + (4 * r + j) * 32);
+        p[2 * j] = power_of_two(flush_fma(two.x, a.scale, offset));
+        p[2 * j + 1] = power_of_two(flush_fma(two.y, a.scale, offset));
+        words[j] = pack(p[2 * j], p[2 * j + 1]);
+      }
+      *reinterpret_cast<Chunk*>(packed[buffer][which] + (r * 32 + lane) * 16) = {words[0], words[1], words[2], words[3]};
+      *reinterpret_cast<float4*>(exact[buffer][which] + (2 * r * 32 + lane) * 16) = {p[0], p[1], p[2], p[3]};
+      *reinterpret_cast<float4*>(exact[buffer][which] + ((2 * r + 1) * 32 + lane) * 16) = {p[4], p[5], p[6], p[7]};
     }
-#pragma unroll
-    for (int r = 0; r < 2; ++r)
-      *reinterpret_cast<Chunk*>(packed[i % 2] + ((half * 2 + r) * 32 + lane) * 16) = {words[4 * r], words[4 * r + 1],
-                                                                                    words[4 * r + 2], words[4 * r + 3]};
-#pragma unroll
-    for (int r = 0; r < 4; ++r)
-      *reinterpret_cast<float4*>(exact[i % 2] + ((half * 4 + r) * 32 + lane) * 16) = {p[4 * r], p[4 * r + 1], p[4 * r + 2],
-                                                                                   p[4 * r + 3]};
-    if (half == 0 && mine == 0) shrinks[i % 2][lane / 4] = shrink;
+    if (mine == 0) shrinks[buffer][which][lane / 4] = shrink;
   };
 
   const bool weighs = warp >= kWeigher && warp < kAdder;
-  if (weighs && blocks) weigh(0);
+  if (weighs) weigh(warp - kWeigher, 0, warp - kWeigher);
   __syncthreads();
   float out[4] = {}, sum = 0.0f;
-  const uint32_t read = swizzled(lane / 16 * 8 + lane % 8, warp % 2 * 2 + lane / 8 % 2);  // for `ldmatrix`
-  for (int i = 0; i < blocks; ++i) {
+  const uint32_t read = value_offset(lane / 16 * 8 + lane % 8, warp % 2 * 2 + lane / 8 % 2);  // for `ldmatrix`
+  for (int i = 0, buffer = 0; i < blocks; i += 2, buffer ^= 1) {
     if (warp < kWeigher) {
-      const uint32_t stage = base + i % kStages * stage_bytes + read;
-      const float2 shrink = *reinterpret_cast<const float2*>(&shrinks[i % 2][2 * mine]);
-      out[0] = flush_multiply(out[0], shrink.x), out[1] = flush_multiply(out[1], shrink.y);
-      out[2] = flush_multiply(out[2], shrink.x), out[3] = flush_multiply(out[3], shrink.y);
-      uint32_t v[8][4];
-      Chunk p[4];
 #pragma unroll
-      for (int r = 0; r < 4; ++r) p[r] = *reinterpret_cast<const Chunk*>(packed[i % 2] + (r * 32 + lane) * 16);
+      for (int which = 0; which < 2; ++which) {
+        if (i + which >= blocks) break;
+        const int stage = (i + which) % kStages;
+        barrier_wait(&full[stage], (i + which) / kStages % 2);
+        const float2 shrink = *reinterpret_cast<const float2*>(&shrinks[buffer][which][2 * mine]);
+        uint32_t v[8][4];
+        Chunk p[4];
 #pragma unroll
-      for (int step = 0; step < 8; ++step) load_transposed(stage + step * 1024, v[step]);
+        for (int r = 0; r < 4; ++r) p[r] = *reinterpret_cast<const Chunk*>(packed[buffer][which] + (r * 32 + lane) * 16);
 #pragma unroll
-      for (int step = 0; step < 8; ++step)
-        multiply(out, v[step], p[step / 2].words[step % 2 * 2], p[step / 2].words[step % 2 * 2 + 1]);
-    } else if (weighs) {
-      if (i + 1 < blocks) weigh(i + 1);
-    } else if (warp == kAdder) {
-      const float shrink = shrinks[i % 2][lane / 4];
-      float4 p[8];
+        for (int step = 0; step < 8; ++step) load_transposed(base + stage * kValueTile + read + step * 1024, v[step]);
+        out[0] = flush_multiply(out[0], shrink.x), out[1] = flush_multiply(out[1], shrink.y);
+        out[2] = flush_multiply(out[2], shrink.x), out[3] = flush_multiply(out[3], shrink.y);
 #pragma unroll
-      for (int r = 0; r < 8; ++r) p[r] = *reinterpret_cast<const float4*>(exact[i % 2] + (r * 32 + lane) * 16);
-#pragma unroll
-      for (int r = 0; r < 8; ++r) {
-        sum = r ? flush_add(sum, p[r].x) : flush_fma(sum, shrink, p[r].x);
-        sum = flush_add(flush_add(flush_add(sum, p[r].y), p[r].z), p[r].w);
+        for (int step = 0; step < 8; ++step)
+          multiply(out, v[step], p[step / 2].words[step % 2 * 2], p[step / 2].words[step % 2 * 2 + 1]);
       }
-    } else {
-      ask_values(i + kStages - 1);
-      ask_scores(i + kStages - 1);
-      copy_commit();
-      copy_wait<kStages - 3>();  // values of block i + 1, scores of block i + 2
+    } else if (weighs) {
+      weigh(i + warp, buffer ^ 1, warp - kWeigher);  // i + 2, i + 3
+    } else if (warp == kAdder) {
+#pragma unroll
+      for (int which = 0; which < 2; ++which) {
+        if (i + which >= blocks) break;
+        const float shrink = shrinks[buffer][which][lane / 4];
+        float4 p[8];
+#pragma unroll
+        for (int r = 0; r < 8; ++r) p[r] = *reinterpret_cast<const float4*>(exact[buffer][which] + (r * 32 + lane) * 16);
+#pragma unroll
+        for (int r = 0; r < 8; ++r) {
+          sum = r ? flush_add(sum, p[r].x) : flush_fma(sum, shrink, p[r].x);
+          sum = flush_add(flush_add(flush_add(sum, p[r].y), p[r].z), p[r].w);
+        }
+      }
+    } else if (i) {
+#pragma unroll
+      for (int which = 0; which < 2; ++which) {  // where two blocks have been taken
+        ask_values(i - 2 + which + kStages);
+        ask_scores(i - 2 + which + kStages);
+      }
     }
     __syncthreads();
   }
@@ -374,8 +394,8 @@ extern "C" __global__ void __launch_bounds__(192) attention_values(const __grid_
     for (int i = 0; i < 4; ++i) {
       const int head = mine * 2 + i % 2;
       if (head < a.group)
-        a.out[request * a.out_stride + (kv_head * a.group + head) * kHead + blockIdx.x * kSlice + warp * 16 + i / 2 * 8 + lane / 4] =
-            to_bf16(flush_multiply(out[i], inverses[head]));
+        a.out[request * a.out_stride + (kv_head * a.group + head) * kHead + blockIdx.x * kSlice + warp * 16 + i / 2 * 8 +
+              lane / 4] = to_bf16(flush_multiply(out[i], inverses[head]));
     }
   }
 }
