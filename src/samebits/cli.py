@@ -778,6 +778,34 @@ def bench_gemm(
         raise typer.Exit(1)
 
 
+@bench.command("operators")
+def bench_operators(
+    record: Annotated[Path | None, typer.Option("--out", help="write the measurement to this JSON file")] = None,
+) -> None:
+    """Compare and time the operators of BI=1 other than products on one GPU, and FlashAttention 3 beside neighbours.
+
+    Exit code 1 if an element differs that must not, or an error is too large.
+
+    Example: `samebits bench operators --out build/operators.json`
+    """
+    from samebits.bench import operators
+    from samebits.evidence.measurement import OPERATORS
+    from samebits.judge import missed_operators
+
+    with _phases() as say:
+        document = operators.document(say)
+    for table in operators.tables(document):
+        out.print(table)
+    for name, value in operators.summary(document).items():
+        out.print(f"{name}: {value:.3g}", markup=False)
+    if record is not None:
+        OPERATORS.write(record, document)
+        out.print(f"{record}", markup=False)
+    if wrong := missed_operators(document):
+        err.print(f"error: not what it must be: {'; '.join(wrong)}", style="red", markup=False)
+        raise typer.Exit(1)
+
+
 @contextmanager
 def _phases() -> Iterator[Callable[[str], None]]:
     """What says which phase is running: on one line that changes, or a line each where nobody looks."""

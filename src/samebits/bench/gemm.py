@@ -8,7 +8,6 @@ compared with the reference kernel.
 import datetime
 import hashlib
 import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -19,6 +18,7 @@ from rich.table import Table
 from samebits.evidence.measurement import GEMM
 
 from .engine import card
+from .graph import Counted, captured, microseconds
 
 # (N, K) of the linears of Qwen3 models: qkv, output, gate and up, down, vocabulary.
 SHAPES = {
@@ -31,7 +31,7 @@ ROWS = (1, 2, 4, 8, 16, 17, 32, 33, 64)
 EVERY, POWERS = 1100, (2048, 4096, 8192, 16_384)
 KINDS = ("normal", "cancelling", "outliers", "special")
 BYTES = 300e6  # of weights in a graph: six times the cache
-MOST_LAUNCHES, REPLAYS = 30, 5
+MOST_LAUNCHES = 30
 LARGE = 50e6  # bytes of a weight whose bandwidth is asked for
 
 
@@ -70,7 +70,7 @@ def measure(say: Callable[[str], None]) -> dict[str, Any]:
             weights = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(launches)]
             for m in ROWS:
                 x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-                times = {name: _time(partial(_call, way, x, weights), launches) for name, way in ways.items()}
+                times = {name: microseconds(partial(_call, way, x, weights), launches) for name, way in ways.items()}
                 rows.append({"model": model, "n": n, "k": k, "m": m, "served": serving(n, k), "microseconds": times})
     say("bandwidth of a copy")
     big = torch.empty(1 << 28, device="cuda")
@@ -80,36 +80,12 @@ def measure(say: Callable[[str], None]) -> dict[str, Any]:
         partial(lambda to, of, _: to.copy_(of), other, big),
         partial(lambda to, of, _: torch.neg(of, out=to), other, big),
     )
-    copy = max(2 * big.nbytes / _time(one, 4) / 1e6 for one in copies)
+    copy = max(2 * big.nbytes / microseconds(one, 4) / 1e6 for one in copies)
     return {"rows": rows, "copy_tb_s": copy, "bits": _bits(say)}
 
 
 def _call(way: Callable[[Any, Any], Any], x: Any, weights: Sequence[Any], i: int) -> Any:
     return way(x, weights[i])
-
-
-def _time(launch: Callable[[int], Any], launches: int) -> float:
-    """Microseconds of one of `launches` in a graph."""
-    import torch
-
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for i in range(min(launches, 2)):
-            launch(i)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for i in range(launches):
-                launch(i)
-        graph.replay()
-        taken = []
-        for _ in range(REPLAYS):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            taken.append(begin.elapsed_time(end) * 1e3 / launches)
-    return float(f"{statistics.median(taken):.4g}")
 
 
 def _inputs(kind: str, m: int, n: int, k: int) -> tuple[Any, Any]:
@@ -130,28 +106,12 @@ def _inputs(kind: str, m: int, n: int, k: int) -> tuple[Any, Any]:
     return x.to(torch.bfloat16), weight
 
 
-class _Counted:
-    """How many elements of an implementation's outputs differ from the reference's, of how many."""
-
-    def __init__(self) -> None:
-        import torch
-
-        self.differ, self.of = torch.zeros((), device="cuda", dtype=torch.int64), 0
-
-    def compare(self, out: Any, like: Any) -> None:
-        import torch
-
-        same = (out.view(torch.int16) == like.view(torch.int16)) | (out.isnan() & like.isnan())
-        self.differ += (~same).sum()
-        self.of += out.numel()
-
-
 def _bits(say: Callable[[str], None]) -> list[dict[str, Any]]:
     """By shape and implementation: kinds of inputs, every number of rows to EVERY for most, every width, 20 replays."""
     found = []
     for n, k in sorted({shape for shapes in SHAPES.values() for shape in shapes}):
         say(f"bits of ({n}, {k})")
-        counted = {"cublaslt": _Counted(), "skinny": _Counted()}
+        counted = {"cublaslt": Counted(), "skinny": Counted()}
         for kind in KINDS:
             _compare(n, k, kind, **counted)
         for name, one in counted.items():
@@ -159,7 +119,7 @@ def _bits(say: Callable[[str], None]) -> list[dict[str, Any]]:
     return found
 
 
-def _compare(n: int, k: int, kind: str, cublaslt: _Counted, skinny: _Counted) -> None:
+def _compare(n: int, k: int, kind: str, cublaslt: Counted, skinny: Counted) -> None:
     import torch
     from vllm.model_executor.layers import batch_invariant_sm90
 
@@ -177,12 +137,10 @@ def _compare(n: int, k: int, kind: str, cublaslt: _Counted, skinny: _Counted) ->
             long, _ = _inputs(kind, m, 1, k)
             some = torch.arange(0, m, 61, device="cuda")
             cublaslt.compare(operators.cublaslt_gemm(long, weight)[some], operators.reference_gemm(long[some], weight))
-    few, stream, graph = x[:16].clone(), torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream):
-        by_skinny = operators.skinny_gemm(few, weight, None, False, 48)
-        by_cublaslt = operators.cublaslt_gemm(few, weight)
-    torch.cuda.current_stream().wait_stream(stream)
+    few = x[:16].clone()
+    graph, (by_skinny, by_cublaslt) = captured(
+        lambda: (operators.skinny_gemm(few, weight, None, False, 48), operators.cublaslt_gemm(few, weight))
+    )
     for _ in range(20):
         graph.replay()
         skinny.compare(by_skinny, reference[:16])

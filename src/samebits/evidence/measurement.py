@@ -14,3 +14,4 @@ class MeasurementError(SamebitsError):
 BENCH = Kind("bench-1", MeasurementError, "measure")
 ENGINES = Kind("engines-1", MeasurementError, "measure")
 GEMM = Kind("gemm-1", MeasurementError, "measure")
+OPERATORS = Kind("operators-1", MeasurementError, "measure")

@@ -6,6 +6,7 @@ judges cannot change how it judges.
 
 from .compare import Comparison, compare
 from .invariance import judge_recordings, matrix_rows, matrix_summary, rejudge_matrix
+from .operators import missed as missed_operators
 from .planted import missed as missed_faults
 from .speed import missed as missed_speed
 from .verdict import JudgeError, judge_run, read_bounds, rejudge, summary
@@ -19,6 +20,7 @@ __all__ = [
     "matrix_rows",
     "matrix_summary",
     "missed_faults",
+    "missed_operators",
     "missed_speed",
     "read_bounds",
     "rejudge",

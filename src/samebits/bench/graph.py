@@ -1,0 +1,73 @@
+"""What measurements of operators on a GPU share: launches timed in a CUDA graph, elements counted by their bits."""
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+REPLAYS = 5
+
+
+def captured[T](call: Callable[[], T]) -> tuple[Any, T]:
+    """A CUDA graph of what `call` launches, and what `call` gave: tensors that a replay fills, while the graph lives.
+
+    `call` must have run before: modules are not loaded while a graph is captured.
+    """
+    import torch
+
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream):
+        given = call()
+    torch.cuda.current_stream().wait_stream(stream)
+    return graph, given
+
+
+def microseconds(launch: Callable[[int], Any], launches: int) -> float:
+    """Microseconds of one of `launches` in a graph, back to back: the median of REPLAYS."""
+    import torch
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for i in range(min(launches, 2)):
+            launch(i)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for i in range(launches):
+                launch(i)
+        graph.replay()
+        taken = []
+        for _ in range(REPLAYS):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            taken.append(begin.elapsed_time(end) * 1e3 / launches)
+    return float(f"{statistics.median(taken):.4g}")
+
+
+class Counted:
+    """How many elements of outputs have other bits than they must have, of how many; a NaN is as good as another.
+
+    What differs is counted on the device: `differ` waits for it.
+    """
+
+    def __init__(self) -> None:
+        self._differ: Any = 0
+        self.of = 0
+
+    def compare(self, out: Any, like: Any) -> None:
+        """Two tensors of one shape and one dtype, of 2 or 4 bytes an element; ValueError for others."""
+        import torch
+
+        if out.shape != like.shape or out.dtype != like.dtype:
+            raise ValueError(f"{out.dtype} {list(out.shape)} cannot be compared with {like.dtype} {list(like.shape)}")
+        bits = {2: torch.int16, 4: torch.int32}[out.element_size()]
+        same = (out.view(bits) == like.view(bits)) | (out.isnan() & like.isnan())
+        self._differ = self._differ + (~same).sum()
+        self.of += out.numel()
+
+    @property
+    def differ(self) -> int:
+        return int(self._differ)
