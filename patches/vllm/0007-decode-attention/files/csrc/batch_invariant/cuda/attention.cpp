@@ -16,6 +16,7 @@ cuda::Module module(kImage, "compute capability 9.0");
 
 constexpr int64_t kHead = 128, kKeys = 128, kMostGroup = 8, kSlice = 32, kStages = 8, kScorePitch = kKeys + 8;  // as in the kernels
 constexpr int64_t kSharedBytes = 200 * 1024;  // what a block may have besides what the kernels hold by name
+constexpr int64_t kWarmBytes = 30 << 20;         // of values that the L2 cache keeps from one kernel to the next
 constexpr int64_t kAlignment = 1024;           // lost where the rings begin
 constexpr int64_t kBlocksAtOnce = 3 * 132;    // of attention_scores on a card
 
@@ -26,7 +27,7 @@ struct Arguments {
   const void *pages, *lengths, *slots;
   void *scores, *peaks, *out;
   int64_t query_stride, key_stride, value_stride, out_stride, page_stride, token_stride, head_stride, table_stride;
-  int32_t group, kv_heads, page_shift, most_blocks;
+  int32_t group, kv_heads, page_shift, most_blocks, warm_blocks;
   float scale;
 };
 
@@ -118,6 +119,7 @@ void decode_attention(const Tensor& query, const Tensor& key, const Tensor& valu
   a.table_stride = block_table.stride(0);
   a.group = int32_t(group), a.kv_heads = int32_t(kv_heads), a.page_shift = __builtin_ctzll(page);
   a.most_blocks = int32_t((block_table.size(1) * page + kKeys - 1) / kKeys);
+  a.warm_blocks = int32_t(kWarmBytes / (requests * kv_heads * kKeys * kHead * 2));
   a.scale = float(scale) * 1.44269504088896340736f;
   const int64_t rows = requests * kv_heads * group, sizes[1] = {rows * a.most_blocks * (kKeys + 1)};
   const Tensor scratch = cuda::empty(1, sizes, aoti_torch_dtype_float32(), place.index);

@@ -29,7 +29,7 @@ struct Arguments {
   float *scores, *peaks;                      // [requests, kv heads, group, most_blocks * 128], and a value a block
   unsigned short* out;                        // [requests, heads * 128]
   long long query_stride, key_stride, value_stride, out_stride, page_stride, token_stride, head_stride, table_stride;
-  int group, kv_heads, page_shift, most_blocks;  // pages of 2^page_shift tokens, 16 or more
+  int group, kv_heads, page_shift, most_blocks, warm_blocks;  // pages of 2^page_shift tokens, 16 or more
   float scale;
 };
 
@@ -68,10 +68,16 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
 __device__ __forceinline__ void load_tokens(uint32_t to, const TensorMap& map, int value, int token, int head, int page,
                                             uint64_t* barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(
           to),
-      "l"(&map), "r"(value), "r"(token), "r"(head), "r"(page), "r"(shared_address(barrier))
+      "l"(&map), "r"(value), "r"(token), "r"(head), "r"(page), "r"(shared_address(barrier)), "l"(uint64_t(kEvictFirst))
       : "memory");
+}
+// The same box into the L2 cache alone.
+__device__ __forceinline__ void prefetch_tokens(const TensorMap& map, int value, int token, int head, int page) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(&map), "r"(value), "r"(token),
+               "r"(head), "r"(page)
+               : "memory");
 }
 __device__ __forceinline__ void load_bytes(uint32_t to, const void* from, uint32_t bytes, uint64_t* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
@@ -114,11 +120,11 @@ __device__ __forceinline__ void read_pages(int* to, const int* table, int first,
 
 // Scores of one query group against blocks of 128 keys, and each block's maximum. Grid (ranges of blocks, kv heads, requests).
 extern "C" __global__ void __launch_bounds__(128) attention_scores(const __grid_constant__ TensorMap keys,
-                                                                  const __grid_constant__ TensorMap,
+                                                                  const __grid_constant__ TensorMap values,
                                                                   const __grid_constant__ Arguments a) {
   extern __shared__ unsigned char unaligned[];
   unsigned char* shared = unaligned + (-shared_address(unaligned) & 1023);  // swizzles are of 1024 bytes
-  __shared__ float warp_peaks[4][kMostGroup];
+  __shared__ float warp_peaks[2][4][kMostGroup];
   __shared__ uint64_t full[2];
   dependents_may_start();
   const int request = blockIdx.z, kv_head = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -150,9 +156,19 @@ extern "C" __global__ void __launch_bounds__(128) attention_scores(const __grid_
       load_tokens(base + stage * kTile + lane % 2 * kHalfTile + lane / 2 * 2048, keys, lane % 2 * 64, start & in_page, kv_head,
                   pages[(start >> a.page_shift) - first_page], &full[stage]);
   };
+  // The values of the blocks that are taken first, as many as the cache keeps: there a copy's way is a third as long.
+  auto warm = [&](int block) {  // by one warp: lane l for 16 keys and 32 values
+    const int start = block * kKeys + lane / 4 * 16;
+    if (block < end && blocks - block <= a.warm_blocks && start < length)
+      prefetch_tokens(values, lane % 4 * kSlice, start & in_page, kv_head, pages[(start >> a.page_shift) - first_page]);
+  };
   if (warp == 0) {
     ask(begin);
     ask(begin + 1);
+  }
+  if (warp == 1) {
+    warm(begin);
+    warm(begin + 1);
   }
   wait_for_dependencies();
 
@@ -210,13 +226,14 @@ extern "C" __global__ void __launch_bounds__(128) attention_scores(const __grid_
     for (int distance = 4; distance < 32; distance *= 2)
 #pragma unroll
       for (int i = 0; i < 2; ++i) peak[i] = fmaxf(peak[i], __shfl_xor_sync(~0u, peak[i], distance));
-    if (lane < 4) warp_peaks[warp][2 * lane] = peak[0], warp_peaks[warp][2 * lane + 1] = peak[1];
+    if (lane < 4) warp_peaks[stage][warp][2 * lane] = peak[0], warp_peaks[stage][warp][2 * lane + 1] = peak[1];
     __syncthreads();  // and the keys have been read
     if (warp == 0) ask(block + 2);
+    if (warp == 1) warm(block + 2);
     if (threadIdx.x < a.group) {
-      float most = warp_peaks[0][threadIdx.x];
+      float most = warp_peaks[stage][0][threadIdx.x];
 #pragma unroll
-      for (int w = 1; w < 4; ++w) most = fmaxf(most, warp_peaks[w][threadIdx.x]);
+      for (int w = 1; w < 4; ++w) most = fmaxf(most, warp_peaks[stage][w][threadIdx.x]);
       a.peaks[(row_of_scores + threadIdx.x) * a.most_blocks + block] = most;
     }
   }
