@@ -14,9 +14,9 @@ alignas(64) const unsigned char kImage[] = {
 };
 cuda::Module module(kImage, "compute capability 9.0");
 
-constexpr int64_t kHead = 128, kKeys = 128, kMostGroup = 8, kSlice = 32, kStages = 8, kScorePitch = kKeys + 8;  // as in the kernels
+// As in the kernels.
+constexpr int64_t kHead = 128, kKeys = 128, kMostGroup = 8, kSlice = 32, kStages = 8, kScorePitch = kKeys + 8, kWarps = 9;
 constexpr int64_t kSharedBytes = 200 * 1024;  // what a block may have besides what the kernels hold by name
-constexpr int64_t kWarmBytes = 30 << 20;         // of values that the L2 cache keeps from one kernel to the next
 constexpr int64_t kAlignment = 1024;           // lost where the rings begin
 constexpr int64_t kBlocksAtOnce = 3 * 132;    // of attention_scores on a card
 
@@ -27,7 +27,7 @@ struct Arguments {
   const void *pages, *lengths, *slots;
   void *scores, *peaks, *out;
   int64_t query_stride, key_stride, value_stride, out_stride, page_stride, token_stride, head_stride, table_stride;
-  int32_t group, kv_heads, page_shift, most_blocks, warm_blocks;
+  int32_t group, kv_heads, page_shift, most_blocks;
   float scale;
 };
 
@@ -119,7 +119,6 @@ void decode_attention(const Tensor& query, const Tensor& key, const Tensor& valu
   a.table_stride = block_table.stride(0);
   a.group = int32_t(group), a.kv_heads = int32_t(kv_heads), a.page_shift = __builtin_ctzll(page);
   a.most_blocks = int32_t((block_table.size(1) * page + kKeys - 1) / kKeys);
-  a.warm_blocks = int32_t(kWarmBytes / (requests * kv_heads * kKeys * kHead * 2));
   a.scale = float(scale) * 1.44269504088896340736f;
   const int64_t rows = requests * kv_heads * group, sizes[1] = {rows * a.most_blocks * (kKeys + 1)};
   const Tensor scratch = cuda::empty(1, sizes, aoti_torch_dtype_float32(), place.index);
@@ -129,14 +128,16 @@ void decode_attention(const Tensor& query, const Tensor& key, const Tensor& valu
   const int64_t ranges = at_once < 1 ? 1 : at_once < a.most_blocks ? at_once : a.most_blocks;
   const int64_t most_pages = block_table.size(1), pages_each = ((a.most_blocks + ranges - 1) / ranges * kKeys / page) + 2;
   const int64_t for_scores = kAlignment + 2 * kKeys * kHead * 2 + pages_each * 4;
-  const int64_t for_values = kAlignment + kStages * (kKeys * kSlice * 2 + group * kScorePitch * 4) + (group * a.most_blocks + most_pages) * 4;
+  const int64_t for_values =
+      kAlignment + kStages * (kKeys * kSlice * 2 + group * kScorePitch * 4) + (group * a.most_blocks + most_pages) * 4;
   require(for_scores < kSharedBytes && for_values <= kSharedBytes, "%s: %lld pages of %lld tokens a request; fewer fit", op,
           (long long)most_pages, (long long)page);
   const TensorMap keys = tensor_map(op, key_cache, 64), values = tensor_map(op, value_cache, kSlice);
   const uint32_t scores[3] = {uint32_t(ranges), uint32_t(kv_heads), uint32_t(requests)};
   cuda::launch(prepared(kScores, place.index), op, place.stream, scores, 128, uint32_t(for_scores), true, keys, values, a);
   const uint32_t slices[3] = {uint32_t(kHead / kSlice), uint32_t(kv_heads), uint32_t(requests)};
-  cuda::launch(prepared(kValues, place.index), op, place.stream, slices, 192, uint32_t(for_values), true, keys, values, a);
+  cuda::launch(prepared(kValues, place.index), op, place.stream, slices, kWarps * 32, uint32_t(for_values), true, keys, values,
+               a);
 }
 
 __attribute__((constructor)) void enroll() {

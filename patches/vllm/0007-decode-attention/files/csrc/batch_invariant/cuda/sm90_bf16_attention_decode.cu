@@ -3,7 +3,8 @@
 // FlashAttention 3 without splits takes the keys in blocks of 128, from the last block to the first, one after the other:
 // at few requests most of the card waits. But only two things in it are chains. The maximum is exact in any order, so all
 // scores are made at once, with the maximum of each block (`attention_scores`). The other chain, of the outputs, runs over
-// keys and not over the head's 128 values, so 8 warps on 4 processors carry it, each for 16 values (`attention_values`). Every operation that rounds is the one that FlashAttention 3 makes, in its order:
+// keys and not over the head's 128 values, so 8 warps on 4 processors carry it, each for 16 values (`attention_values`).
+// Every operation that rounds is the one that FlashAttention 3 makes, in its order:
 //
 //   score     = chain over the head of k16 steps of the tensor core
 //   p         = ex2(fma(score, scale, -(m * scale)))          m: the maximum so far, scale: softmax scale * log2(e)
@@ -18,7 +19,7 @@
 #include "sm90.h"
 
 enum : int { kHead = 128, kKeys = 128, kMostGroup = 8, kSlice = 32, kStages = 8, kScorePitch = kKeys + 8 };
-enum : int { kWeigher = 2, kAdder = 4, kLoader = 5 };  // the first warp of each kind in `attention_values`
+enum : int { kWeigher = 2, kAdder = 4, kLoader = 5, kWarps = 9 };  // the first warp of each kind in `attention_values`
 enum : uint32_t { kTile = kKeys * kHead * 2, kHalfTile = kTile / 2, kValueTile = kKeys * kSlice * 2 };
 
 struct Arguments {
@@ -29,7 +30,7 @@ struct Arguments {
   float *scores, *peaks;                      // [requests, kv heads, group, most_blocks * 128], and a value a block
   unsigned short* out;                        // [requests, heads * 128]
   long long query_stride, key_stride, value_stride, out_stride, page_stride, token_stride, head_stride, table_stride;
-  int group, kv_heads, page_shift, most_blocks, warm_blocks;  // pages of 2^page_shift tokens, 16 or more
+  int group, kv_heads, page_shift, most_blocks;  // pages of 2^page_shift tokens, 16 or more
   float scale;
 };
 
@@ -68,16 +69,10 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
 __device__ __forceinline__ void load_tokens(uint32_t to, const TensorMap& map, int value, int token, int head, int page,
                                             uint64_t* barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(
-          to),
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+      "[%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(to),
       "l"(&map), "r"(value), "r"(token), "r"(head), "r"(page), "r"(shared_address(barrier)), "l"(uint64_t(kEvictFirst))
       : "memory");
-}
-// The same box into the L2 cache alone.
-__device__ __forceinline__ void prefetch_tokens(const TensorMap& map, int value, int token, int head, int page) {
-  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(&map), "r"(value), "r"(token),
-               "r"(head), "r"(page)
-               : "memory");
 }
 __device__ __forceinline__ void load_bytes(uint32_t to, const void* from, uint32_t bytes, uint64_t* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
@@ -120,7 +115,7 @@ __device__ __forceinline__ void read_pages(int* to, const int* table, int first,
 
 // Scores of one query group against blocks of 128 keys, and each block's maximum. Grid (ranges of blocks, kv heads, requests).
 extern "C" __global__ void __launch_bounds__(128) attention_scores(const __grid_constant__ TensorMap keys,
-                                                                  const __grid_constant__ TensorMap values,
+                                                                  const __grid_constant__ TensorMap,
                                                                   const __grid_constant__ Arguments a) {
   extern __shared__ unsigned char unaligned[];
   unsigned char* shared = unaligned + (-shared_address(unaligned) & 1023);  // swizzles are of 1024 bytes
@@ -146,30 +141,23 @@ extern "C" __global__ void __launch_bounds__(128) attention_scores(const __grid_
   }
   __syncthreads();
 
-  auto ask = [&](int block) {  // by one warp: lane l of 16 asks for half l % 2 of 16 keys, which lie on one page
-    if (block >= end) return;
+  // A copy takes its warp some 40 cycles to ask for, so each warp asks for a quarter: 32 keys, two times 16 on one page.
+  auto ask = [&](int block) {
+    if (block >= end || lane) return;
     const int left = length - block * kKeys, sixteens = left < kKeys ? (left + 15) / 16 : kKeys / 16;
-    const int stage = (block - begin) % 2, start = block * kKeys + lane / 2 * 16;
-    if (lane == 0) barrier_expect(&full[stage], sixteens * 16 * kHead * 2);
-    __syncwarp();
-    if (lane / 2 < sixteens)
-      load_tokens(base + stage * kTile + lane % 2 * kHalfTile + lane / 2 * 2048, keys, lane % 2 * 64, start & in_page, kv_head,
-                  pages[(start >> a.page_shift) - first_page], &full[stage]);
+    const int stage = (block - begin) % 2;
+    if (warp == 0) barrier_expect(&full[stage], sixteens * 16 * kHead * 2);
+#pragma unroll
+    for (int i = 2 * warp; i < 2 * warp + 2; ++i) {
+      const int start = block * kKeys + i * 16;
+      if (i >= sixteens) break;
+      const int page = pages[(start >> a.page_shift) - first_page];
+      load_tokens(base + stage * kTile + i * 2048, keys, 0, start & in_page, kv_head, page, &full[stage]);
+      load_tokens(base + stage * kTile + kHalfTile + i * 2048, keys, 64, start & in_page, kv_head, page, &full[stage]);
+    }
   };
-  // The values of the blocks that are taken first, as many as the cache keeps: there a copy's way is a third as long.
-  auto warm = [&](int block) {  // by one warp: lane l for 16 keys and 32 values
-    const int start = block * kKeys + lane / 4 * 16;
-    if (block < end && blocks - block <= a.warm_blocks && start < length)
-      prefetch_tokens(values, lane % 4 * kSlice, start & in_page, kv_head, pages[(start >> a.page_shift) - first_page]);
-  };
-  if (warp == 0) {
-    ask(begin);
-    ask(begin + 1);
-  }
-  if (warp == 1) {
-    warm(begin);
-    warm(begin + 1);
-  }
+  ask(begin);
+  ask(begin + 1);
   wait_for_dependencies();
 
   const long long row_of_scores = (long long)(request * a.kv_heads + kv_head) * a.group;
@@ -228,8 +216,7 @@ extern "C" __global__ void __launch_bounds__(128) attention_scores(const __grid_
       for (int i = 0; i < 2; ++i) peak[i] = fmaxf(peak[i], __shfl_xor_sync(~0u, peak[i], distance));
     if (lane < 4) warp_peaks[stage][warp][2 * lane] = peak[0], warp_peaks[stage][warp][2 * lane + 1] = peak[1];
     __syncthreads();  // and the keys have been read
-    if (warp == 0) ask(block + 2);
-    if (warp == 1) warm(block + 2);
+    ask(block + 2);
     if (threadIdx.x < a.group) {
       float most = warp_peaks[stage][0][threadIdx.x];
 #pragma unroll
@@ -240,9 +227,9 @@ extern "C" __global__ void __launch_bounds__(128) attention_scores(const __grid_
 }
 
 // 32 of the 128 values of a query group's outputs. Grid (4 slices, kv heads, requests). Warps at work on two blocks of keys
-// at once, in step: two carry the outputs, 16 values each; two make the p of the next two blocks; one adds the sums; one asks
+// at once, in step: two carry the outputs, 16 values each; two make the p of the next two blocks; one adds the sums; four ask
 // for what comes. Lane 4 q + c holds what belongs to query q and sum c.
-extern "C" __global__ void __launch_bounds__(192, 2) attention_values(const __grid_constant__ TensorMap,
+extern "C" __global__ void __launch_bounds__(kWarps * 32, 2) attention_values(const __grid_constant__ TensorMap,
                                                                   const __grid_constant__ TensorMap values,
                                                                   const __grid_constant__ Arguments a) {
   extern __shared__ unsigned char unaligned[];
@@ -258,39 +245,44 @@ extern "C" __global__ void __launch_bounds__(192, 2) attention_values(const __gr
   unsigned char* score_tiles = shared + kStages * kValueTile;
   float* peaks = reinterpret_cast<float*>(score_tiles + kStages * score_bytes);  // [group, blocks], the largest score so far
   int* pages = reinterpret_cast<int*>(peaks + a.group * blocks);
-  if (length) read_pages(pages, a.pages + request * a.table_stride, 0, (length - 1) >> a.page_shift, 192);
+  if (length) read_pages(pages, a.pages + request * a.table_stride, 0, (length - 1) >> a.page_shift, kWarps * 32);
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) barrier_init(&full[i], 2);
     barrier_init_fence();
   }
   __syncthreads();
 
-  // Blocks in the order in which they are taken: number i is block blocks - 1 - i. Lane l of 8 asks for 16 keys' values,
-  // and a lane of the group for a query's scores.
+  // Blocks in the order in which they are taken: number i is block blocks - 1 - i. Each loader asks for a quarter of its
+  // values, two times 16 keys, and for the scores of two queries.
   const long long row_of_scores = (long long)(request * a.kv_heads + kv_head) * a.group;
+  const int quarter = warp - kLoader;
   auto ask_values = [&](int i) {
-    if (i >= blocks) return;
-    const int sixteens = i ? kKeys / 16 : newest / 16 + 1, start = (blocks - 1 - i) * kKeys + lane * 16;
-    if (lane == 0) barrier_expect(&full[i % kStages], sixteens * 16 * kSlice * 2);
-    __syncwarp();
-    if (lane < sixteens)
-      load_tokens(base + i % kStages * kValueTile + lane * 1024, values, blockIdx.x * kSlice,
-                  start & ((1 << a.page_shift) - 1), kv_head, pages[start >> a.page_shift], &full[i % kStages]);
+    if (i >= blocks || lane) return;
+    const int sixteens = i ? kKeys / 16 : newest / 16 + 1;
+    if (quarter == 0) barrier_expect(&full[i % kStages], sixteens * 16 * kSlice * 2);
+#pragma unroll
+    for (int g = 2 * quarter; g < 2 * quarter + 2; ++g) {
+      const int start = (blocks - 1 - i) * kKeys + g * 16;
+      if (g < sixteens)
+        load_tokens(base + i % kStages * kValueTile + g * 1024, values, blockIdx.x * kSlice,
+                    start & ((1 << a.page_shift) - 1), kv_head, pages[start >> a.page_shift], &full[i % kStages]);
+    }
   };
   auto ask_scores = [&](int i) {
-    if (i >= blocks) return;
-    if (lane == 0) barrier_expect(&full[i % kStages], a.group * kKeys * 4);
-    __syncwarp();
-    if (lane < a.group)
-      load_bytes(shared_address(score_tiles) + i % kStages * score_bytes + lane * kScorePitch * 4,
-                 a.scores + ((row_of_scores + lane) * a.most_blocks + blocks - 1 - i) * kKeys, kKeys * 4, &full[i % kStages]);
+    if (i >= blocks || lane) return;
+    if (quarter == 0) barrier_expect(&full[i % kStages], a.group * kKeys * 4);
+#pragma unroll
+    for (int q = quarter; q < kMostGroup; q += 4)
+      if (q < a.group)
+        load_bytes(shared_address(score_tiles) + i % kStages * score_bytes + q * kScorePitch * 4,
+                   a.scores + ((row_of_scores + q) * a.most_blocks + blocks - 1 - i) * kKeys, kKeys * 4, &full[i % kStages]);
   };
-  if (warp == kLoader)
+  if (warp >= kLoader)
     for (int i = 0; i < kStages; ++i) ask_values(i);
   wait_for_dependencies();
-  if (warp == kLoader) {
+  if (warp >= kLoader) {
     for (int i = 0; i < kStages; ++i) ask_scores(i);
-    if (blocks) {  // the new token's value comes from its own tensor, and there is nothing behind it
+    if (blocks && quarter == 0) {  // the new token's value comes from its own tensor, and there is nothing behind it
       barrier_wait(&full[0], 0);
       for (int row = newest + lane / 4; row < kKeys; row += 8) {
         Chunk chunk = {};
