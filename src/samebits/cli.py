@@ -640,18 +640,19 @@ def report_command(
     ] = None,
     evidence: Annotated[
         Path | None,
-        typer.Option("--evidence", help="with --table: also what FOLDER's invariance, planted and bench.json say"),
+        typer.Option("--evidence", help="with --table: also what FOLDER's cpu and h200 hold besides the runs"),
     ] = None,
 ) -> None:
     """Draw one self-contained HTML page of one or two runs.
 
     `--table` replaces what stands between the file's two markers, `<!-- mismatches -->` and `<!-- /mismatches -->`;
-    with `--evidence` also between `<!-- measured -->` and `<!-- /measured -->`.
+    with `--evidence` also between those of `measured` (FOLDER/cpu: invariance, planted and bench.json) and of `card`
+    (FOLDER/h200: operators.json and engines-*.json).
 
     Examples: `samebits report build/loop/bi0 build/loop/bi1 --out build/loop/report.html`,
     `samebits report manifests/evidence/cpu/bi0 manifests/evidence/cpu/bi1 --svg docs/report.svg --table README.md`
     """
-    from samebits.report import insert_block, render, render_measured, render_svg_summary, render_table
+    from samebits.report import insert_block, render, render_card, render_measured, render_svg_summary, render_table
 
     if evidence is not None and readme is None:
         raise typer.BadParameter("give --table with it: the file to write into", param_hint="--evidence")
@@ -663,7 +664,8 @@ def report_command(
     if readme is not None:
         insert_block(readme, "mismatches", render_table(runs))
         if evidence is not None:
-            insert_block(readme, "measured", render_measured(evidence))
+            insert_block(readme, "measured", render_measured(evidence / "cpu"))
+            insert_block(readme, "card", render_card(evidence / "h200"))
         out.print(str(readme), markup=False)
 
 

@@ -489,13 +489,7 @@ def summary(finding: Mapping[str, Any]) -> dict[str, float]:
 
     rows = [row["microseconds"]["vllm"] / row["microseconds"]["ours"] for row in finding["rows"]["times"]]
     steps = [row["microseconds"] for row in finding["attention"]["times"]]
-    counts = [
-        count
-        for row in (*finding["rows"]["bits"], *finding["attention"]["bits"])
-        for count in row.values()
-        if isinstance(count, Mapping)
-    ]
-    counts += [row["told"] for row in finding["neighbours"] if not row["refused"]]
+    counts = plan.counts(finding)
     return {
         "row operators, vLLM's ÷ ours, geometric mean": mean(rows),
         "row operators, vLLM's ÷ ours, worst": min(rows),

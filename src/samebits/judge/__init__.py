@@ -5,6 +5,7 @@ judges cannot change how it judges.
 """
 
 from .compare import Comparison, compare
+from .engines import missed as missed_engines
 from .invariance import judge_recordings, matrix_rows, matrix_summary, rejudge_matrix
 from .operators import missed as missed_operators
 from .planted import missed as missed_faults
@@ -19,6 +20,7 @@ __all__ = [
     "judge_run",
     "matrix_rows",
     "matrix_summary",
+    "missed_engines",
     "missed_faults",
     "missed_operators",
     "missed_speed",

@@ -76,6 +76,13 @@ def cache_bytes(requests: int, context: int) -> int:
     return requests * context * KV_HEADS * HEAD * 2 * 2
 
 
+def counts(document: Mapping[str, Any]) -> list[Mapping[str, int]]:
+    """Every comparison that must find nothing: {"differ", "of"}, in elements."""
+    rows = (*document["rows"]["bits"], *document["attention"]["bits"])
+    found = [count for row in rows for count in row.values() if isinstance(count, Mapping)]
+    return [*found, *(row["told"] for row in document["neighbours"] if not row["refused"])]
+
+
 def missed(document: Mapping[str, Any]) -> list[str]:
     """What a document of schema operators-1 lacks of what it must show, one text each; empty if nothing."""
     found = [f"{name}: its hash is not there" for name in sorted(LIBRARIES - set(document["libraries"]))]

@@ -13,7 +13,16 @@ from typing import Any
 from samebits.errors import SamebitsError
 from samebits.evidence import invariance, measurement, planted
 from samebits.evidence import receipt as receipts
-from samebits.judge import missed_faults, missed_speed, rejudge, rejudge_matrix
+from samebits.judge import (
+    engines,
+    missed_engines,
+    missed_faults,
+    missed_operators,
+    missed_speed,
+    rejudge,
+    rejudge_matrix,
+)
+from samebits.judge.operators import counts
 from samebits.judge.speed import MUST, ratios
 
 WIDTH = 120
@@ -53,6 +62,40 @@ def render_measured(folder: Path) -> str:
             raise TableError(f"{folder / name} is not what it must be: {'; '.join(wrong[:3])}; make it again")
     prose = [_matrix(matrix), _planted(faults), _speed_heading(speed)]
     return "\n\n".join(textwrap.fill(text, WIDTH, break_on_hyphens=False) for text in prose) + "\n\n" + _speed(speed)
+
+
+def render_card(folder: Path) -> str:
+    """What the engines and operators of a folder did on a card: a row a case that must be reached, and what is missed.
+
+    SamebitsError if a file is missing or damaged, or the operators' is not what it must be."""
+    operators = measurement.OPERATORS.read(folder / "operators.json")
+    if wrong := missed_operators(operators):
+        raise TableError(f"{folder / 'operators.json'} is not what it must be: {'; '.join(wrong[:3])}; make it again")
+    documents = [measurement.ENGINES.read(file) for file in sorted(folder.glob("engines-*.json"))]
+    rows = {engines.case_of(row): row for document in documents for row in document["rows"]}
+    title = f"{engines.MODEL} on one {operators['card']['name']}, tokens/s"
+    said = [f"| {title} | vLLM, BI=0 | first commit ÷ that | BI=1 ÷ that | must be |", "|---|---|---|---|---|"]
+    for case, must in engines.MUST.items():
+        if (row := rows.get(case)) is None:
+            continue
+        base = f"{statistics.median(row['values'][engines.RELEASE]):,.0f}"
+        parts = (
+            _ranged(engines.ratios(row, arm), "{:.3f}") if arm in row["values"] else "" for arm in ("first", "bi1")
+        )
+        said.append(f"| {engines.name(case)} | {base} | {' | '.join(parts)} | {must['bi1'][0].text()} |")
+    lacking = missed_engines(documents)
+    prose = f"Missed or not measured: {'; '.join(lacking)}." if lacking else "Nothing is missed."
+    compared = sum(count["of"] for count in counts(operators))
+    bits = (
+        f"Elements of norms, activation, log-softmax and decode attention that were compared with the row alone, in a "
+        f"graph, again and again, or with FlashAttention 3: {compared:,}; that differ: 0 (`operators.json`)."
+    )
+    return (
+        "\n".join(said)
+        + "\n\n"
+        + "\n\n".join(textwrap.fill(t, WIDTH, break_on_hyphens=False) for t in (prose, bits))
+        + "\n"
+    )
 
 
 def _matrix(document: dict[str, Any]) -> str:

@@ -1,0 +1,103 @@
+"""What vLLM's engines must reach on an H200 at BI=1, and whether measurements of `samebits bench engine` show it.
+
+The arms are known by their names: `unpatched0` is the release at BI=0, against which all others are counted; `bi0` and
+`bi1` are ours, `first` is the series' first commit for CUDA at BI=1. A ratio is of two turns of one round.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from .speed import Bound
+
+RELEASE = "unpatched0"
+MODEL = "Qwen3-8B"
+LEAST_ROUNDS = 3
+UNIT = "tokens/s"
+
+Case = tuple[int, int, int]  # tokens of a prompt, of an answer (1: the prompts' tokens count), requests
+
+
+def _at_least(**least: float) -> dict[str, tuple[Bound, ...]]:
+    return {arm: (Bound(UNIT, least=value),) for arm, value in least.items()}
+
+
+SAME = {"bi0": (Bound(UNIT, least=0.99), Bound(UNIT, most=1.01))}
+MUST: dict[Case, dict[str, tuple[Bound, ...]]] = {
+    (1024, 128, 1): {**SAME, **_at_least(first=0.97, bi1=1.02)},
+    (1024, 128, 16): {**SAME, **_at_least(first=1.00, bi1=1.00)},
+    (1024, 256, 64): {**SAME, **_at_least(first=1.00, bi1=1.00)},
+    (1024, 1, 64): {**SAME, **_at_least(first=0.99, bi1=0.99)},
+    (8192, 1024, 1): _at_least(bi1=0.95),
+    (8192, 1024, 4): _at_least(bi1=0.97),
+    (8192, 1024, 16): _at_least(bi1=0.98),
+    (8192, 1024, 64): _at_least(bi1=0.98),
+}
+
+
+def name(case: Case) -> str:
+    prompt, answer, requests = case
+    return f"{requests} x {prompt} tokens" + (f", {answer} more" if answer > 1 else "")
+
+
+def case_of(row: Mapping[str, Any]) -> Case:
+    return row["case"]["prompt"], row["case"]["answer"], row["case"]["requests"]
+
+
+def ratios(row: Mapping[str, Any], arm: str) -> list[float]:
+    """arm ÷ the release at BI=0, of each round."""
+    return [one / base for base, one in zip(row["values"][RELEASE], row["values"][arm], strict=True)]
+
+
+def missed(documents: Iterable[Mapping[str, Any]]) -> list[str]:
+    """What measurements together lack of `MUST`, one text each: a case, an arm, rounds, a bound."""
+    found: list[str] = []
+    seen: dict[Case, set[str]] = {case: set() for case in MUST}
+    for document in documents:
+        if document["model"]["name"] != MODEL or document["eager"]:
+            found.append(
+                f"a measurement of {document['model']['name']}, eager {document['eager']}: is none of {MODEL}, compiled"
+            )
+            continue
+        if document["rounds"] < LEAST_ROUNDS:
+            found.append(f"{document['rounds']} rounds, fewer than {LEAST_ROUNDS}")
+        found += _wrong_arms(document["arms"])
+        for row in document["rows"]:
+            if (case := case_of(row)) not in MUST:
+                continue
+            if {len(values) for values in row["values"].values()} != {document["rounds"]} or RELEASE not in row[
+                "values"
+            ]:
+                found.append(f"{name(case)}: is not one number a round and arm, {RELEASE} among them")
+                continue
+            for arm in MUST[case].keys() & row["values"].keys():
+                seen[case].add(arm)
+                found += _broken(case, arm, ratios(row, arm))
+    found += [f"{name(case)}, {arm}: is not measured" for case in MUST for arm in MUST[case] if arm not in seen[case]]
+    return found
+
+
+def _wrong_arms(arms: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Arms that are not what their names say."""
+    found = []
+    for arm, bi, ours in ((RELEASE, 0, False), ("bi0", 0, True), ("first", 1, True), ("bi1", 1, True)):
+        if (said := arms.get(arm)) is None:
+            continue
+        if said["bi"] != bi or ("git_commit" in said["tree"]) != ours:
+            found.append(f"{arm} is BI={said['bi']} of {said['tree']['wheel']}")
+        elif ours and said["tree"]["git_commit"].endswith("-dirty"):
+            found.append(f"{arm} is of sources that were not committed")
+        elif ours and bi and not said["admitted"]:
+            found.append(f"{arm} admitted nothing: it ran on another vllm's kernels")
+    return found
+
+
+def _broken(case: Case, arm: str, found: Sequence[float]) -> list[str]:
+    middle = statistics.median(found)
+    return [
+        f"{name(case)}, {arm}: {middle:.3f} of {RELEASE}, must be {bound.text()}"
+        for bound in MUST[case][arm]
+        if not bound.kept(middle)
+    ]

@@ -1,0 +1,80 @@
+"""What engines on a card must reach: every case, arm and bound, and arms that are what their names say."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from samebits.judge import engines
+
+Change = Callable[[dict[str, Any]], None]
+OURS = {"wheel": "vllm-1.whl", "sha256": "1" * 64, "git_commit": "2" * 40}
+
+
+def document(cases: list[engines.Case]) -> dict[str, Any]:
+    """A measurement of all arms in which every bound is kept."""
+    ratio = {engines.RELEASE: 1.0, "bi0": 1.0, "first": 1.0, "bi1": 1.1}
+    arms = {
+        name: {"bi": int(name in ("first", "bi1")), "tree": OURS, "vllm": "0.26.0", "admitted": {"4096x4096-bf16": {}}}
+        for name in ratio
+    }
+    arms[engines.RELEASE]["tree"] = {"wheel": "release"}
+    values = {name: [100.0 * r, 120.0 * r, 110.0 * r] for name, r in ratio.items()}
+    return {
+        "model": {"name": engines.MODEL},
+        "eager": False,
+        "rounds": 3,
+        "arms": arms,
+        "rows": [
+            {"case": dict(zip(("prompt", "answer", "requests"), c, strict=True)), "values": values} for c in cases
+        ],
+    }
+
+
+def whole() -> list[dict[str, Any]]:
+    """Two measurements that together hold all."""
+    cases = list(engines.MUST)
+    return copy.deepcopy([document(cases[:4]), document(cases[4:])])
+
+
+def test_measurements_that_hold_all_lack_nothing() -> None:
+    assert engines.missed(whole()) == []
+
+
+def set_arm(arm: str, **changes: Any) -> Change:
+    return lambda d: d["arms"][arm].update(changes)
+
+
+def set_ratio(arm: str, ratio: float) -> Change:
+    return lambda d: d["rows"][0]["values"].update({arm: [v * ratio for v in d["rows"][0]["values"][engines.RELEASE]]})
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda d: d["rows"].pop(0), "1 x 1024 tokens, 128 more, bi1: is not measured"),
+        (lambda d: d["rows"][0]["values"].pop("first"), "1 x 1024 tokens, 128 more, first: is not measured"),
+        (lambda d: d["rows"][0]["values"].pop(engines.RELEASE), "is not one number a round and arm"),
+        (lambda d: d["rows"][0]["values"]["bi1"].pop(), "is not one number a round and arm"),
+        (lambda d: d.update(rounds=2), "2 rounds, fewer than 3"),
+        (lambda d: d.update(eager=True), "is none of Qwen3-8B, compiled"),
+        (lambda d: d["model"].update(name="Qwen3-0.6B"), "is none of Qwen3-8B, compiled"),
+        (set_ratio("bi1", 1.019), "bi1: 1.019 of unpatched0, must be ≥ 1.02"),
+        (set_ratio("first", 0.969), "first: 0.969 of unpatched0, must be ≥ 0.97"),
+        (set_ratio("bi0", 0.989), "bi0: 0.989 of unpatched0, must be ≥ 0.99"),
+        (set_ratio("bi0", 1.011), "bi0: 1.011 of unpatched0, must be ≤ 1.01"),
+        (set_arm("bi1", bi=0), "bi1 is BI=0 of vllm-1.whl"),
+        (set_arm("bi1", tree={"wheel": "release"}), "bi1 is BI=1 of release"),
+        (set_arm("bi1", admitted={}), "bi1 admitted nothing"),
+        (set_arm(engines.RELEASE, tree=OURS), "unpatched0 is BI=0 of vllm-1.whl"),
+        (
+            set_arm("first", tree={**OURS, "git_commit": "2" * 40 + "-dirty"}),
+            "first is of sources that were not committed",
+        ),
+    ],
+)
+def test_a_planted_lie_is_named(change: Change, text: str) -> None:
+    documents = whole()
+    change(documents[0])
+    assert any(text in lacking for lacking in engines.missed(documents)), engines.missed(documents)
