@@ -727,6 +727,12 @@ def bench_engine(
     model: Annotated[str, typer.Option(help="the Qwen3 whose sizes it has")] = "8B",
     rounds: Annotated[int, typer.Option(min=1, help="turns of each arm at each case")] = 3,
     eager: Annotated[bool, typer.Option("--eager", help="neither compiled nor captured")] = False,
+    apart: Annotated[
+        bool,
+        typer.Option(
+            "--apart", help="engines that do not fit beside each other: one sleeps while another has its turn"
+        ),
+    ] = False,
     record: Annotated[Path | None, typer.Option("--out", help="write the measurement to this JSON file")] = None,
 ) -> None:
     """Time vLLM's engines on one GPU, alive together, taking turns, and compare the bits of what they say.
@@ -745,6 +751,7 @@ def bench_engine(
             [card.Case.parse(text) for text in case],
             rounds,
             eager,
+            apart,
             say,
             ROOT / "build" / "bench",
         )

@@ -16,6 +16,8 @@ import pytest
 import torch
 from cpu_engines import VOCABULARY, Models, Shape, run_engine, run_script, unpack_release
 
+from samebits.probe.generated import MOVES, foreign_code, foreign_operators
+
 LENGTHS = (1, 9, 10, 33, 63, 64, 65, 130)  # around the 64 keys of a block of the contract
 RESPONSE = 8
 ENGINES: dict[str, dict[str, Any]] = {
@@ -37,14 +39,6 @@ ENGINES: dict[str, dict[str, Any]] = {
     "eager-tied-head128": {"logprobs_mode": "processed_logprobs", "max_num_batched_tokens": 48, "block_size": 16},
 }
 SHAPES = {"eager-tied-head128": Shape(tied=True, hidden=256, heads=2, kv_heads=1, head_dim=128)}
-# What only moves values.
-MOVES = {
-    "_reshape_alias", "_to_copy", "_unsafe_view", "alias", "as_strided", "chunk", "clone", "contiguous", "copy_",
-    "detach", "embedding", "empty", "empty_like", "empty_strided", "expand", "fill_", "flatten", "index_select",
-    "lift_fresh", "narrow", "new_empty", "reshape", "resize_", "resolve_conj", "resolve_neg", "select", "slice",
-    "split", "split_with_sizes", "squeeze", "t", "to", "transpose", "unsqueeze", "view", "view_as", "zero_",
-    "zeros",
-}  # fmt: skip
 CONTRACT = {"linear", "rms_norm", "add_rms_norm", "rotary_embedding", "silu_and_mul", "attention", "log_softmax"}
 # What the sampler runs of torch's, by what it is for. Before the log-softmax:
 TEMPERATURE = {"div_"}  # by each row's own: elementwise, FP32, IEEE
@@ -156,28 +150,8 @@ def test_weights_loaded_while_it_runs_are_served(engines: Engines, name: str) ->
 
 def _foreign_operators(names: list[str], allowed: Collection[str] = ()) -> list[str]:
     """Those that compute, are not of the contract and not among `allowed`, which are torch's."""
-    spaces = {"batch_invariant": {*CONTRACT, "reshape_and_cache"}, "aten": MOVES.union(allowed)}
-    spaces["vllm"] = {"unified_attention_with_output", "unified_kv_cache_update"}
-    split = [name.split("::") for name in names]
-    return [f"{space}::{name}" for space, name in split if name.partition(".")[0] not in spaces.get(space, set())]
-
-
-def _foreign_code(graph: str) -> list[str]:
-    """What the generated code computes outside of the contract: fused ATen operators, conversions, library calls."""
-    fused = re.findall(r"Original ATen: \[(.*)\]", graph)
-    names = [name.replace(".", "::", 1) for line in fused for name in line.split(", ") if name]
-    calls = re.findall(r"= torch\.ops\.(\w+)\.(\w+)\.\w+\(", graph)
-    kernels = re.findall(r"^cpp_fused\w* = .*?^'''\)", graph, flags=re.DOTALL | re.MULTILINE)
-    kernel_math = re.findall(
-        r"(?:convert|static_cast|Vectorized)<(?:float|double|at::BFloat16)[^(]*\((?!in_ptr)", "".join(kernels)
-    )
-    kernel_math = [use for use in kernel_math if "::loadu" not in use]
-    return (
-        _foreign_operators(names)
-        + _foreign_operators([f"{space}::{name}" for space, name in calls])
-        + re.findall(r"extern_kernels\.\w+", graph)
-        + kernel_math
-    )
+    found = foreign_operators(names, {*CONTRACT, "reshape_and_cache"})
+    return [name for name in found if name.removeprefix("aten::") not in allowed]
 
 
 @pytest.mark.parametrize("name", [name for name in ENGINES if name.startswith("eager")])
@@ -231,7 +205,7 @@ def test_the_trainer_scores_what_the_rollout_served(
 @pytest.mark.parametrize("name", [name for name in ENGINES if name.startswith("compiled")])
 def test_the_compiler_is_left_no_arithmetic(engines: Engines, name: str) -> None:
     (graph,) = [code for code in engines(name)[len(STEPS)] if "unified_attention" in code]
-    assert _foreign_code(graph) == []
+    assert foreign_code(graph, {*CONTRACT, "reshape_and_cache"}) == []
     called = set(re.findall(r"torch\.ops\.batch_invariant\.(\w+)", graph))
     assert called == CONTRACT - {"attention", "log_softmax"}  # these run inside of vLLM's operator, and after the graph
 
@@ -265,7 +239,7 @@ def test_without_the_switch_nothing_changes(
 def test_the_search_for_foreign_arithmetic_finds_it(default: list[Any]) -> None:
     """The stock graph computes norm, rotation and activation in fused kernels."""
     (graph,) = [code for code in default[2] if "unified_attention" in code]
-    found = _foreign_code(graph)
+    found = foreign_code(graph, {*CONTRACT, "reshape_and_cache"})
     assert {"aten::rsqrt", "aten::mul", "aten::silu"} <= set(found)
     assert any(use.startswith(("convert<", "static_cast<", "Vectorized<")) for use in found)
 

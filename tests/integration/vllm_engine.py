@@ -19,12 +19,12 @@ os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": 
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch._inductor.graph import GraphLowering
 from vllm.model_executor.layers import utils
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.v1.sample.sampler import Sampler
 
 import vllm
+from samebits.probe import generated
 from vllm import LLM, SamplingParams
 
 PROMPT_LENGTHS = (3, 9, 17, 33, 40, 61)
@@ -172,8 +172,7 @@ def main(job: pathlib.Path) -> None:
     }
     code: list[str] = []
     if any("code" in step for step in task["steps"]):
-        GraphLowering.save_output_code = staticmethod(code.append)
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(job / "inductor")  # code from a cache is not generated
+        code = generated.collect(job / "inductor")
     llm = LLM(**settings)
     results: list[Any] = []
     for step in task["steps"]:

@@ -16,6 +16,10 @@ from samebits.sources.pins import ROOT
 
 # A process that serves two workloads: one that counts, one that fails when it is asked for.
 SERVER = """
+import contextlib
+import sys
+import time
+
 from samebits.bench import turns
 
 turns.TURN_S = 0.01
@@ -24,13 +28,20 @@ def make(job):
     print("what a library prints is no answer")
     calls = []
 
+    @contextlib.contextmanager
+    def awake():
+        print("wakes", file=sys.stderr)
+        time.sleep(0.5)
+        yield
+        print("sleeps", file=sys.stderr)
+
     def fail():
         calls.append(1)
         if len(calls) > 1:
             raise RuntimeError("the second time it fails")
         return 1
 
-    return {"count": lambda: job["units"], "fail": fail}, {"hello": job["units"]}
+    return turns.Served({"count": lambda: job["units"], "fail": fail}, {"hello": job["units"]}, awake)
 
 turns.serve(make)
 """
@@ -54,7 +65,9 @@ def test_processes_take_turns_and_who_begins_changes(tmp_path: pathlib.Path, env
     assert [one.rpartition(", ")[2] for one in said] == [f"the engine with BI={n}" for n in (0, 1, 1, 0)]
     assert {arm: len(values) for arm, values in rates["count"].items()} == {0: 2, 1: 2}
     assert all(rate > 0 for values in rates["count"].values() for rate in values)
-    assert "what a library prints" in (tmp_path / "0.log").read_text()
+    log = (tmp_path / "0.log").read_text()
+    assert "what a library prints" in log
+    assert (log.count("wakes"), log.count("sleeps")) == (3, 3)  # to warm up, and for each turn
 
 
 def test_a_process_that_fails_is_named_with_its_error(tmp_path: pathlib.Path, environment: dict[str, str]) -> None:

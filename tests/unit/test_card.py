@@ -3,7 +3,10 @@
 import hashlib
 import io
 import json
+import os
 import pathlib
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -38,9 +41,9 @@ def test_what_is_no_case_is_refused(text: str) -> None:
 def test_a_run_needs_a_model_that_is_known_and_names_that_differ(tmp_path: pathlib.Path) -> None:
     case = card.Case(8, 8, 1)
     with pytest.raises(card.CardError, match=r"--model 9B: give one of 0\.6B"):
-        card.measure("9B", [card.Arm("a", 0)], [case], 1, False, print, tmp_path)
+        card.measure("9B", [card.Arm("a", 0)], [case], 1, False, False, print, tmp_path)
     with pytest.raises(card.CardError, match="a name of its own"):
-        card.measure("8B", [card.Arm("a", 0), card.Arm("a", 1)], [case], 1, False, print, tmp_path)
+        card.measure("8B", [card.Arm("a", 0), card.Arm("a", 1)], [case], 1, False, False, print, tmp_path)
 
 
 @pytest.mark.parametrize("name", card.MODELS)
@@ -67,13 +70,14 @@ def test_a_tree_is_that_of_its_wheel_or_refused(tmp_path: pathlib.Path) -> None:
         card._tree(arm)
     started: list[str] = []
     with pytest.raises(ProvenanceError, match=r"vllm/a\.py beside"):
-        card.measure("8B", [arm], [card.Case(8, 8, 1)], 1, False, started.append, tmp_path / "logs")
+        card.measure("8B", [arm], [card.Case(8, 8, 1)], 1, False, False, started.append, tmp_path / "logs")
     assert not started  # refused before minutes of a card are spent on it
 
 
 def engines(fast: list[float], differ: int) -> dict[str, Any]:
     tree = {"bi": 0, "tree": {"wheel": card.RELEASE}, "vllm": "0.26.0", "admitted": {}}
     case = {"prompt": 1024, "answer": 128, "requests": 1}
+    none = {"tokens": 0, "logprobs": 0}
     return ENGINES.build(
         command="samebits bench engine",
         date="2026-01-31",
@@ -83,7 +87,7 @@ def engines(fast: list[float], differ: int) -> dict[str, Any]:
         rounds=3,
         arms={"bi0": tree, "bi1": {**tree, "bi": 1}},
         rows=[{"case": case, "unit": "tokens/s", "values": {"bi0": [100.0, 100.0, 100.0], "bi1": fast}}],
-        said=[{"pair": ["bi0", "bi1"], "tokens": 0, "logprobs": differ, "of": 800}],
+        said=[{"pair": ["bi0", "bi1"], "tokens": 0, "logprobs": differ, "of": 800, "alone": {**none, "of": 700}}],
     )
 
 
@@ -96,14 +100,17 @@ def drawn(table: Any) -> str:
 def test_the_tables_say_medians_spread_ratios_and_what_differs() -> None:
     speed, same = card.tables(engines([102.0, 103.0, 108.0], 7))
     assert "1024 128 1 100 ±0% 103 ±3% 1.030 ±3%" in drawn(speed)
-    assert "bi0 and bi1 0 7 of 800" in drawn(same)
+    assert "bi0 and bi1 together 0 7 of 800" in drawn(same) and "bi0 and bi1 each alone 0 0 of 700" in drawn(same)
 
 
 def test_what_two_arms_said_is_compared_token_by_token_and_bit_by_bit() -> None:
     a, b = {"tokens": [1, 2], "bits": [5, 6, 7]}, {"tokens": [1, 3], "bits": [5, 0, 7]}
-    assert card._compared("a", a, "b", b) == {"pair": ["a", "b"], "tokens": 1, "logprobs": 1, "of": 3}
+    one, other = {"together": a, "alone": a}, {"together": b, "alone": a}
+    none = {"tokens": 0, "logprobs": 0, "of": 3}
+    found = {"pair": ["a", "b"], "tokens": 1, "logprobs": 1, "of": 3, "alone": none}
+    assert card._compared("a", one, "b", other) == found
     with pytest.raises(ValueError, match="shorter"):
-        card._compared("a", a, "b", {**b, "bits": [5]})
+        card._compared("a", one, "b", {**other, "alone": {**b, "bits": [5]}})
 
 
 def products(**microseconds: float) -> dict[str, Any]:
@@ -126,6 +133,18 @@ def test_the_figures_are_of_what_serves() -> None:
     assert found["geometric mean"] == pytest.approx(1.25**0.5) and found["worst"] == 1.0
     assert found["share of the copy's bandwidth"] == pytest.approx(0.5)  # of the row of few rows alone
     assert "8B 8192 4096 1 10.0 50.0 10.0 8.0 1.25 8.39" in drawn(gemm.table(products()))
+
+
+def test_the_product_of_one_tile_is_a_product() -> None:
+    """In Triton's interpreter: ragged rows, columns and depth, more tiles than programs."""
+    script = """
+import torch
+from samebits.bench.persistent import product
+x, weight = torch.randn(3, 70), torch.randn(290, 70)
+assert torch.allclose(product(x, weight, 2), x @ weight.t(), rtol=1e-4, atol=1e-4)
+"""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=120)
 
 
 def test_an_edited_measurement_is_refused(tmp_path: pathlib.Path) -> None:
@@ -152,6 +171,6 @@ def test_every_shape_that_is_measured_is_of_a_model() -> None:
 
 
 def test_the_commands_on_record_are_of_this_repository() -> None:
-    words = card._command("8B", [card.Arm("a", 0, ROOT)], [card.Case(8, 8, 1)], 3, True)
-    assert words[:3] == ["samebits", "bench", "engine"] and words[-1] == "--eager"
+    words = card._command("8B", [card.Arm("a", 0, ROOT)], [card.Case(8, 8, 1)], 3, True, True)
+    assert words[:3] == ["samebits", "bench", "engine"] and words[-2:] == ["--eager", "--apart"]
     assert str(ROOT) not in " ".join(words)

@@ -14,18 +14,28 @@ OURS = {"wheel": "vllm-1.whl", "sha256": "1" * 64, "git_commit": "2" * 40}
 
 def document(cases: list[engines.Case]) -> dict[str, Any]:
     """A measurement of all arms in which every bound is kept."""
-    ratio = {engines.RELEASE: 1.0, "bi0": 1.0, "first": 1.0, "bi1": 1.1}
+    ratio = {engines.RELEASE: 1.0, "unpatched1": 0.5, "bi0": 1.0, "first": 1.0, "bi1": 1.1}
     arms = {
-        name: {"bi": int(name in ("first", "bi1")), "tree": OURS, "vllm": "0.26.0", "admitted": {"4096x4096-bf16": {}}}
+        name: {
+            "bi": int(name.endswith("1") or name == "first"),
+            "tree": OURS,
+            "vllm": "0.26.0",
+            "admitted": {"4096x4096-bf16": {}},
+        }
         for name in ratio
     }
-    arms[engines.RELEASE]["tree"] = {"wheel": "release"}
+    for name in (engines.RELEASE, "unpatched1"):
+        arms[name]["tree"] = {"wheel": "release"}
     values = {name: [100.0 * r, 120.0 * r, 110.0 * r] for name, r in ratio.items()}
     return {
         "model": {"name": engines.MODEL},
         "eager": False,
         "rounds": 3,
         "arms": arms,
+        "said": [
+            {"pair": list(pair), "tokens": 0, "logprobs": 0, "of": 9, "alone": {"tokens": 0, "logprobs": 0, "of": 9}}
+            for pair in engines.SAY_THE_SAME
+        ],
         "rows": [
             {"case": dict(zip(("prompt", "answer", "requests"), c, strict=True)), "values": values} for c in cases
         ],
@@ -64,6 +74,10 @@ def set_ratio(arm: str, ratio: float) -> Change:
         (set_ratio("first", 0.969), "first: 0.969 of unpatched0, must be ≥ 0.97"),
         (set_ratio("bi0", 0.989), "bi0: 0.989 of unpatched0, must be ≥ 0.99"),
         (set_ratio("bi0", 1.011), "bi0: 1.011 of unpatched0, must be ≤ 1.01"),
+        (lambda d: d["said"][0].pop("alone"), "unpatched0 and bi0: what they say alone is not compared"),
+        (lambda d: d["said"][0]["alone"].update(logprobs=1), "unpatched0 and bi0: 1 tokens and logprobs differ alone"),
+        (lambda d: d["said"][1].update(tokens=2), "unpatched1 and first: 2 tokens and logprobs differ together"),
+        (lambda d: d["said"].pop(1), "unpatched1 and first: what they say together is not compared"),
         (set_arm("bi1", bi=0), "bi1 is BI=0 of vllm-1.whl"),
         (set_arm("bi1", tree={"wheel": "release"}), "bi1 is BI=1 of release"),
         (set_arm("bi1", admitted={}), "bi1 admitted nothing"),
@@ -77,4 +91,5 @@ def set_ratio(arm: str, ratio: float) -> Change:
 def test_a_planted_lie_is_named(change: Change, text: str) -> None:
     documents = whole()
     change(documents[0])
+    documents[1]["said"] = []
     assert any(text in lacking for lacking in engines.missed(documents)), engines.missed(documents)

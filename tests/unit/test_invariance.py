@@ -72,6 +72,7 @@ def record(out: Path, quick: bool, arms: tuple[int, ...]) -> None:
                 "process": f"{engine.name} {arm}",
                 "threads": engine.threads,
                 "compiled": int(not engine.arguments["enforce_eager"]),
+                "foreign": [] if arm or engine.arguments["enforce_eager"] else ["aten::rsqrt"],
                 "dtype": "float32",
                 "arm": arm,
                 "contract": "a contract" if arm else None,
@@ -138,6 +139,18 @@ def test_the_whole_matrix_passes_too(tmp_path: Path) -> None:
     document = judged(tmp_path, quick=False, arms=(1,))
     assert document["verdict"] == "pass" == rejudge_matrix(document), document["reasons"]
     assert [c["compared"] for c in document["cells"]] == [c.positions for c in cells()]
+
+
+@pytest.mark.parametrize(
+    ("foreign", "what"),
+    [(["aten::mul", "tl.exp"], "the compiler was left arithmetic: aten::mul, tl.exp"), (None, "facts/foreign")],
+)
+def test_what_the_compiler_computes_at_arm_1_is_no_pass(tmp_path: Path, foreign: list[str] | None, what: str) -> None:
+    record(tmp_path, quick=False, arms=(1,))
+    alter(tmp_path, 1, "compiled", lambda said: said["facts"].update(foreign=foreign))
+    document = judged(tmp_path, quick=False, arms=(1,))
+    assert document["verdict"] == "fail" == rejudge_matrix(document)
+    assert any(what in str(reason) for reason in document["reasons"]), document["reasons"]
 
 
 @pytest.mark.parametrize("quick", [True, False])

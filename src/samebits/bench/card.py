@@ -129,9 +129,18 @@ def config(geometry: Geometry, longest: int) -> dict[str, Any]:
 
 
 def measure(
-    model: str, arms: Sequence[Arm], cases: Sequence[Case], rounds: int, eager: bool, say: Say, logs: pathlib.Path
+    model: str,
+    arms: Sequence[Arm],
+    cases: Sequence[Case],
+    rounds: int,
+    eager: bool,
+    apart: bool,
+    say: Say,
+    logs: pathlib.Path,
 ) -> dict[str, Any]:
     """The measurement as a document of schema engines-1. logs: the folder for the processes' logs.
+
+    apart: an engine's weights and cache are on the card only while it has its turn.
 
     Raises:
         SamebitsError: a model or an arm that is not there, or a process that ended.
@@ -159,26 +168,29 @@ def measure(
             "enable_prefix_caching": False,
             "enforce_eager": eager,
             "seed": 0,
+            "enable_sleep_mode": apart,
             "gpu_memory_utilization": 0.05,  # what is asked for at the start; the cache's size is said
             "kv_cache_memory_bytes": int(max(tokens, longest) * geometry.cache_bytes * 1.05) + (1 << 26),
         }
         job = {"engine": engine, "cases": [vars(case) for case in cases], "said": True}
-        children = {}
+        children, ready = {}, {}
         for arm in arms:
             say(f"{arm.name} starts")
             log = logs / f"{arm.name}.log"
             job["tree"] = arm.tree and str(arm.tree)
             child = Child(f"the engine {arm.name}", "samebits.bench.engine", job, _environment(arm, logs), log)
             children[arm.name] = stack.enter_context(child)
-        ready = {}
+            if apart:
+                ready[arm.name] = child.ready()
         for arm in arms:
-            ready[arm.name] = children[arm.name].ready()
+            if not apart:
+                ready[arm.name] = children[arm.name].ready()
             say(f"{arm.name} is ready")
         rates = take_turns(children, [case.name for case in cases], rounds, say)
     said = {name: one.pop("said") for name, one in ready.items()}
     (card,) = {json.dumps(one.pop("card"), sort_keys=True) for one in ready.values()}
     return ENGINES.build(
-        command=shlex.join(_command(model, arms, cases, rounds, eager)),
+        command=shlex.join(_command(model, arms, cases, rounds, eager, apart)),
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
         card=json.loads(card),
         model={"name": f"Qwen3-{model}", **vars(geometry)},
@@ -221,20 +233,26 @@ def _tree(arm: Arm) -> dict[str, str]:
     return provenance.wheel_of_tree(note)
 
 
-def _command(model: str, arms: Sequence[Arm], cases: Sequence[Case], rounds: int, eager: bool) -> list[str]:
+def _command(
+    model: str, arms: Sequence[Arm], cases: Sequence[Case], rounds: int, eager: bool, apart: bool
+) -> list[str]:
     words = ["samebits", "bench", "engine", "--model", model]
     for arm in arms:
         words += ["--arm", f"{arm.name}={arm.bi}" + (f"@{arm.tree.name}" if arm.tree else "")]
     for case in cases:
         words += ["--case", case.name]
-    return [*words, "--rounds", str(rounds), *(["--eager"] if eager else [])]
+    return [*words, "--rounds", str(rounds), *(["--eager"] if eager else []), *(["--apart"] if apart else [])]
 
 
 def _compared(a: str, of_a: Mapping[str, Any], b: str, of_b: Mapping[str, Any]) -> dict[str, Any]:
-    """How many tokens, and bits of logprobs, of the fixed requests differ between two arms."""
-    tokens = sum(x != y for x, y in zip(of_a["tokens"], of_b["tokens"], strict=True))
-    pairs = list(zip(of_a["bits"], of_b["bits"], strict=True))
-    return {"pair": [a, b], "tokens": tokens, "logprobs": sum(x != y for x, y in pairs), "of": len(pairs)}
+    """How many tokens, and bits of logprobs, of the fixed requests differ between two arms, together and alone."""
+
+    def differ(how: str) -> dict[str, int]:
+        tokens = sum(x != y for x, y in zip(of_a[how]["tokens"], of_b[how]["tokens"], strict=True))
+        pairs = list(zip(of_a[how]["bits"], of_b[how]["bits"], strict=True))
+        return {"tokens": tokens, "logprobs": sum(x != y for x, y in pairs), "of": len(pairs)}
+
+    return {"pair": [a, b], **differ("together"), "alone": differ("alone")}
 
 
 def ratios(row: Mapping[str, Any], arm: str, base: str) -> list[float]:
@@ -256,11 +274,12 @@ def tables(document: Mapping[str, Any]) -> list[Table]:
             *(spread(ratios(row, name, names[0]), "{:.3f}") for name in names[1:]),
         )
     same = Table(title="the same fixed requests, bit for bit", box=box.SIMPLE)
-    for column in ("arms", "tokens that differ", "logprobs that differ"):
+    for column in ("arms", "requests", "tokens that differ", "logprobs that differ"):
         same.add_column(column)
     for pair in document["said"]:
-        colour = "red" if pair["logprobs"] or pair["tokens"] else "green"
-        same.add_row(
-            " and ".join(pair["pair"]), str(pair["tokens"]), f"[{colour}]{pair['logprobs']} of {pair['of']}[/]"
-        )
+        for how, found in (("together", pair), ("each alone", pair.get("alone"))):
+            if found:
+                colour = "red" if found["logprobs"] or found["tokens"] else "green"
+                logprobs = f"[{colour}]{found['logprobs']} of {found['of']}[/]"
+                same.add_row(" and ".join(pair["pair"]), how, str(found["tokens"]), logprobs)
     return [speed, same] if document["said"] else [speed]

@@ -10,11 +10,13 @@ A case counts the tokens that it generated; one with a single token an answer, t
 import json
 import os
 import pathlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from samebits.recipe import arms
 
-from .turns import Workload, serve
+from .turns import Served, Workload, serve
 
 # (prompt, answer) of the fixed requests: lengths on both sides of tiles and of vLLM's graph sizes; some decode alone in
 # the end.
@@ -44,7 +46,7 @@ def draw_weights(model: Any) -> int:
     return drawn
 
 
-def _make(job: dict[str, Any]) -> tuple[dict[str, Workload], dict[str, Any]]:
+def _make(job: dict[str, Any]) -> Served:
 
     import vllm
 
@@ -86,7 +88,17 @@ def _make(job: dict[str, Any]) -> tuple[dict[str, Workload], dict[str, Any]]:
 
         return generate
 
-    return {f"{c['prompt']},{c['answer']},{c['requests']}": workload(**c) for c in job["cases"]}, facts
+    @contextmanager
+    def awake() -> Iterator[None]:
+        engine.wake_up()
+        yield
+        engine.sleep(level=1)  # the weights wait in the machine's memory, the cache is given back
+
+    workloads = {f"{c['prompt']},{c['answer']},{c['requests']}": workload(**c) for c in job["cases"]}
+    if not job["engine"].get("enable_sleep_mode"):
+        return Served(workloads, facts)
+    engine.sleep(level=1)
+    return Served(workloads, facts, awake)
 
 
 def card() -> dict[str, str]:
@@ -102,7 +114,9 @@ def card() -> dict[str, str]:
 
 
 def _say(engine: Any, prompts: Any) -> dict[str, Any]:
-    """What the engine answers to the fixed requests, seeded, together and then the first alone: tokens and bits."""
+    """What the engine answers to the fixed requests, seeded: tokens and bits, of all together and of each alone.
+
+    Those that come together share steps with what came in time, which differs from run to run; alone nothing does."""
     import vllm
     from samebits.probe.engine import bits
 
@@ -120,15 +134,22 @@ def _say(engine: Any, prompts: Any) -> dict[str, Any]:
                 prompt_logprobs=0,
             )
         )
-    tokens: list[int] = []
-    values: list[float] = []
-    for output in [*engine.generate(asked, how, use_tqdm=False), *engine.generate(asked[:1], how[:1], use_tqdm=False)]:
-        answer = output.outputs[0]
-        tokens += answer.token_ids
-        pairs = zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)
-        values += [at[token].logprob for at, token in pairs]
-        values += [at[token].logprob for at, token in zip(answer.logprobs, answer.token_ids, strict=True)]
-    return {"tokens": tokens, "bits": bits(values)}
+
+    def read(outputs: Iterable[Any]) -> dict[str, list[int]]:
+        tokens: list[int] = []
+        values: list[float] = []
+        for output in outputs:
+            answer = output.outputs[0]
+            tokens += answer.token_ids
+            pairs = zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)
+            values += [at[token].logprob for at, token in pairs]
+            values += [at[token].logprob for at, token in zip(answer.logprobs, answer.token_ids, strict=True)]
+        return {"tokens": tokens, "bits": bits(values)}
+
+    alone = [
+        engine.generate([one], [parameters], use_tqdm=False)[0] for one, parameters in zip(asked, how, strict=True)
+    ]
+    return {"together": read(engine.generate(asked, how, use_tqdm=False)), "alone": read(alone)}
 
 
 def _admitted() -> dict[str, Any]:

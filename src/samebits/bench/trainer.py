@@ -7,13 +7,13 @@ The arm is the environment's ``VLLM_BATCH_INVARIANT``: at 0 the local layer spec
 import os
 from typing import Any
 
-from .turns import Workload, serve
+from .turns import Served, serve
 
 SEQUENCES, LENGTH = 4, 64
 WORKLOAD = f"trainer step, {SEQUENCES} x {LENGTH} tokens"
 
 
-def _make(job: dict[str, Any]) -> tuple[dict[str, Workload], dict[str, Any]]:
+def _make(job: dict[str, Any]) -> Served:
     import torch
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.models.gpt import GPTModel
@@ -86,7 +86,7 @@ def _make(job: dict[str, Any]) -> tuple[dict[str, Workload], dict[str, Any]]:
         assert all(parameter.grad is not None for parameter in model.parameters())
         return 1
 
-    return {WORKLOAD: step}, {"torch": torch.__version__, "contract": arms.loaded_contract()}
+    return Served({WORKLOAD: step}, {"torch": torch.__version__, "contract": arms.loaded_contract()})
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
 from typing import Any
 
 from samebits.recipe.process import RunFailed, first_error
@@ -22,6 +23,15 @@ TURN_S = 2.0
 PATIENCE_S = 10.0
 
 Workload = Callable[[], int]
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a process serves: workloads by name, what it says of itself, and what wraps a turn without being timed."""
+
+    workloads: Mapping[str, Workload]
+    said: dict[str, Any]
+    awake: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 class Child:
@@ -75,21 +85,23 @@ class Child:
         return self.ready()
 
 
-def serve(make: Callable[[dict[str, Any]], tuple[dict[str, Workload], dict[str, Any]]]) -> None:
-    """The main of such a process. make: its job -> its workloads by name, and what it says of itself.
+def serve(make: Callable[[dict[str, Any]], Served]) -> None:
+    """The main of such a process. make: its job -> what it serves.
 
     A workload does its work once and returns how many units (tokens) it did; it is called once more at the start, for
     what only the first call does."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    workloads, said = make(json.loads(sys.argv[1]))
-    for workload in workloads.values():
-        workload()
-    print(json.dumps(said), file=answers, flush=True)
+    served = make(json.loads(sys.argv[1]))
+    with served.awake():
+        for workload in served.workloads.values():
+            workload()
+    print(json.dumps(served.said), file=answers, flush=True)
     for line in sys.stdin:
-        units, began = 0, time.perf_counter()
-        while (seconds := time.perf_counter() - began) < TURN_S:
-            units += workloads[line.strip()]()
+        with served.awake():
+            units, began = 0, time.perf_counter()
+            while (seconds := time.perf_counter() - began) < TURN_S:
+                units += served.workloads[line.strip()]()
         print(json.dumps({"units": units, "seconds": seconds}), file=answers, flush=True)
     sys.stdout.flush()
     os._exit(0)  # threads of the libraries would keep it waiting

@@ -1,13 +1,14 @@
 """What vLLM's engines must reach on an H200 at BI=1, and whether measurements of `samebits bench engine` show it.
 
-The arms are known by their names: `unpatched0` is the release at BI=0, against which all others are counted; `bi0` and
-`bi1` are ours, `first` is the series' first commit for CUDA at BI=1. A ratio is of two turns of one round.
+The arms are known by their names: `unpatched0` is the release at BI=0, against which all others are counted,
+`unpatched1` the same at BI=1; `bi0` and `bi1` are ours, `first` is the series' first commit for CUDA at BI=1. A
+ratio is of two turns of one round.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .speed import Bound
@@ -37,6 +38,10 @@ MUST: dict[Case, dict[str, tuple[Bound, ...]]] = {
 }
 
 
+# Arms that say the same bits: of each request alone, and of requests that share steps where that does not matter.
+SAY_THE_SAME = {(RELEASE, "bi0"): ("alone",), ("unpatched1", "first"): ("together", "alone")}
+
+
 def name(case: Case) -> str:
     prompt, answer, requests = case
     return f"{requests} x {prompt} tokens" + (f", {answer} more" if answer > 1 else "")
@@ -51,7 +56,7 @@ def ratios(row: Mapping[str, Any], arm: str) -> list[float]:
     return [one / base for base, one in zip(row["values"][RELEASE], row["values"][arm], strict=True)]
 
 
-def missed(documents: Iterable[Mapping[str, Any]]) -> list[str]:
+def missed(documents: Sequence[Mapping[str, Any]]) -> list[str]:
     """What measurements together lack of `MUST`, one text each: a case, an arm, rounds, a bound."""
     found: list[str] = []
     seen: dict[Case, set[str]] = {case: set() for case in MUST}
@@ -75,6 +80,7 @@ def missed(documents: Iterable[Mapping[str, Any]]) -> list[str]:
             for arm in MUST[case].keys() & row["values"].keys():
                 seen[case].add(arm)
                 found += _broken(case, arm, ratios(row, arm))
+    found += _apart(documents)
     found += [f"{name(case)}, {arm}: is not measured" for case in MUST for arm in MUST[case] if arm not in seen[case]]
     return found
 
@@ -82,7 +88,13 @@ def missed(documents: Iterable[Mapping[str, Any]]) -> list[str]:
 def _wrong_arms(arms: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Arms that are not what their names say."""
     found = []
-    for arm, bi, ours in ((RELEASE, 0, False), ("bi0", 0, True), ("first", 1, True), ("bi1", 1, True)):
+    for arm, bi, ours in (
+        (RELEASE, 0, False),
+        ("unpatched1", 1, False),
+        ("bi0", 0, True),
+        ("first", 1, True),
+        ("bi1", 1, True),
+    ):
         if (said := arms.get(arm)) is None:
             continue
         if said["bi"] != bi or ("git_commit" in said["tree"]) != ours:
@@ -91,6 +103,21 @@ def _wrong_arms(arms: Mapping[str, Mapping[str, Any]]) -> list[str]:
             found.append(f"{arm} is of sources that were not committed")
         elif ours and bi and not said["admitted"]:
             found.append(f"{arm} admitted nothing: it ran on another vllm's kernels")
+    return found
+
+
+def _apart(documents: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What arms that must say the same did not say the same, or were not asked."""
+    found = []
+    for (a, b), ways in SAY_THE_SAME.items():
+        said = [one for document in documents for one in document["said"] if set(one["pair"]) == {a, b}]
+        for how in ways:
+            counts = [one if how == "together" else one["alone"] for one in said if how == "together" or "alone" in one]
+            differ = sum(count["tokens"] + count["logprobs"] for count in counts)
+            if not counts:
+                found.append(f"{a} and {b}: what they say {how} is not compared")
+            elif differ:
+                found.append(f"{a} and {b}: {differ} tokens and logprobs differ {how}")
     return found
 
 

@@ -60,6 +60,8 @@ def judge_recordings(out: Path, quick: bool, arms: Sequence[int], dtypes: Sequen
         for name, said in engines.items():
             if contracts.setdefault(str(arm), said["facts"]["contract"]) != said["facts"]["contract"]:
                 reasons.append(_fail(f"{run}/{name}", "computed under another contract than its siblings"))
+            if arm == 1 and (foreign := said["facts"]["foreign"]):
+                reasons.append(_fail(f"{run}/{name}", f"the compiler was left arithmetic: {', '.join(foreign[:5])}"))
         for cell in wanted:
             counts = _judge(cell, engines, f"{run}: {cell.name}", reasons)
             found.append({"arm": arm, "dtype": dtype, "cell": cell.name, **counts})

@@ -12,14 +12,17 @@ import json
 import os
 import pathlib
 import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from samebits.recipe import arms
+
+from . import generated
 
 SCHEMA = "samebits.said/1"
 SUFFIX = ".said.json"
@@ -142,8 +145,8 @@ def process() -> str:
     return f"{os.getpid()}-{fields[19]}"  # starttime is field 22; the third is the first behind the name
 
 
-def facts(llm: Any) -> dict[str, Any]:
-    """How an engine ran: what tells two of them apart."""
+def facts(llm: Any, code: Sequence[str] = ()) -> dict[str, Any]:
+    """How an engine ran: what tells two of them apart. code: what was generated for it."""
     import torch
 
     mode = llm.llm_engine.vllm_config.compilation_config.mode
@@ -157,6 +160,7 @@ def facts(llm: Any) -> dict[str, Any]:
         "process": process(),
         "threads": torch.get_num_threads(),
         "compiled": compiled,
+        "foreign": sorted({found for graph in code for found in generated.foreign_code(graph)}),
         "dtype": str(llm.llm_engine.vllm_config.model_config.dtype).removeprefix("torch."),
         "arm": int(os.environ.get("VLLM_BATCH_INVARIANT", "0")),
         "contract": arms.loaded_contract(),
@@ -167,6 +171,16 @@ def facts(llm: Any) -> dict[str, Any]:
 def run(job: pathlib.Path) -> None:
     """Run one job in this process and write what was said beside it, in one step."""
     task = json.loads(job.read_text())
+    with tempfile.TemporaryDirectory() as folder:
+        compiles = not task["engine"].get("enforce_eager")
+        document = _serve(task, generated.collect(pathlib.Path(folder)) if compiles else [])
+    temporary = job.with_suffix(".part")
+    temporary.write_text(json.dumps(document))
+    temporary.rename(job.with_name(job.name.removesuffix(".job.json") + SUFFIX))
+
+
+def _serve(task: dict[str, Any], code: list[str]) -> dict[str, Any]:
+    """Make the engine of a job and ask it all. code: what is generated for it, and grows as it is."""
     began = time.monotonic()
     llm, watched = start(task["engine"], task.get("threads", 0))
     ready = time.monotonic()
@@ -176,10 +190,7 @@ def run(job: pathlib.Path) -> None:
         before = time.monotonic()
         says[name] = serve(llm, watched, requests)
         seconds[name] = round(time.monotonic() - before, 1)
-    document = {"schema": SCHEMA, "engine": task["name"], "facts": facts(llm), "seconds": seconds, "says": says}
-    temporary = job.with_suffix(".part")
-    temporary.write_text(json.dumps(document))
-    temporary.rename(job.with_name(job.name.removesuffix(".job.json") + SUFFIX))
+    return {"schema": SCHEMA, "engine": task["name"], "facts": facts(llm, code), "seconds": seconds, "says": says}
 
 
 def main() -> None:
