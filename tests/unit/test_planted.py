@@ -14,7 +14,7 @@ from samebits.evidence.measurement import BENCH
 from samebits.judge import missed_faults
 from samebits.judge.localise import first_difference
 from samebits.judge.matrix import cells
-from samebits.judge.planted import KINDS, SEEDS, operator_of
+from samebits.judge.planted import KINDS, SEEDS, operators_of
 from samebits.report import render_measured
 
 NORM = "model.layers.2.post_attention_layernorm"
@@ -37,12 +37,12 @@ Row = dict[str, Any]
     ],
 )
 def test_the_operator_in_which_a_fault_shows(arm: int, kind: str, module: str, operator: tuple[str, int]) -> None:
-    assert operator_of(arm, kind, module) == operator
+    assert operators_of(arm, kind, module)[0] == operator
 
 
 def row(arm: int, seed: int) -> Row:
     kind = KINDS[seed % 3]
-    operator, call = operator_of(arm, kind, NORM)
+    ((operator, call),) = operators_of(arm, kind, NORM)
     place = {"layer": 2, "module": NORM, "operator": operator, "call": call}
     named = {**place, "weight": None, "request": "first", "position": 1, "differ": 3, "rows": 37}
     truth = {"kind": kind, **place, "what": "a fault"}

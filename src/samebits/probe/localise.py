@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from samebits.judge.planted import KINDS, operator_of
+from samebits.judge.planted import KINDS, operators_of
 
 from .engine import facts, serve, start
 from .trace import OUTPUT, Key, ReplayError, Tracer, save_replay
@@ -52,7 +52,12 @@ def planted(llm: Any, seed: int, weights: pathlib.Path, keys: list[Key]) -> Iter
 
     def shows(module: str) -> dict[str, Any]:
         # On a GPU what a module is made of depends on more than the arm: there any of its operators counts.
-        operator, call = (None, None) if known["device_name"] else operator_of(known["arm"], kind, module)
+        shown = () if known["device_name"] else operators_of(known["arm"], kind, module)
+        operator, call = next((one for one in shown if (module, *one) in keys), (None, None))
+        if shown and operator is None:
+            raise SystemExit(
+                f"{module}: ran none of {', '.join(name for name, _ in shown)}, in which a fault would show"
+            )
         return {"module": module, "operator": operator, "call": call}
 
     if kind == "weight":
