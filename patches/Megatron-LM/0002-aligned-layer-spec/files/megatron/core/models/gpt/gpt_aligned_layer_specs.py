@@ -30,7 +30,11 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-HEAD_SIZES = (64, 128)
+# What the contract has rows for, by the device that its name begins with.
+ROWS = {
+    "batch-invariant-cpu": ((64, 128), (torch.bfloat16, torch.float32)),
+    "batch-invariant-cuda": ((128,), (torch.bfloat16,)),
+}
 
 # Each field of the config that changes what is computed, and the only value that is computed here. A field that a version
 # does not have cannot be set in it.
@@ -128,12 +132,13 @@ def get_gpt_aligned_block_spec(config: TransformerConfig) -> AlignedBlockSubmodu
         value = getattr(config, name, plain)
         if value != plain:
             wrong.append(f"{name}={getattr(value, '__name__', value)!r}")
-    if config.kv_channels not in HEAD_SIZES:
+    contract = load_operators()
+    sizes, dtypes = next(rows for device, rows in ROWS.items() if contract.startswith(device))
+    if config.kv_channels not in sizes:
         wrong.append(f"kv_channels={config.kv_channels}")
-    if config.params_dtype not in (torch.bfloat16, torch.float32):
+    if config.params_dtype not in dtypes:
         wrong.append(f"params_dtype={config.params_dtype}")
     _refuse(wrong)
-    load_operators()
     layer = replace(
         get_gpt_layer_local_submodules(qk_layernorm=True, normalization="RMSNorm"),
         input_layernorm=AlignedRMSNorm,

@@ -2,7 +2,7 @@
 
 A forward is one call of `torch.ops.batch_invariant`, the operators that the serving engine calls, so its bits are the
 engine's, whatever else is in the batch. A backward is a closed form or one of torch's own; of its bits nothing is
-promised. Nothing here knows a model, and one function alone asks for a device: `_attention_gradients`.
+promised. Nothing here knows a model. A device is asked for where one differs: `cuda` has what is called otherwise there.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from megatron.core.transformer.aligned import cuda
 
 OPERATORS = (
     "attention",
@@ -35,9 +37,14 @@ def load_operators() -> str:
     if not hasattr(operators, "contract"):
         spec = importlib.util.find_spec("vllm")
         folders = list(spec.submodule_search_locations or ()) if spec else []
-        for library in sorted(path for folder in folders for path in pathlib.Path(folder).glob("batch_invariant_*.so")):
+        found = [sorted(pathlib.Path(folder).glob("batch_invariant_*.so")) for folder in folders]
+        found += [[pathlib.Path(folder) / cuda.FLASH_ATTENTION] for folder in folders]
+        for library in (path for paths in found for path in paths if path.is_file()):
             torch.ops.load_library(str(library))
-    missing = [name for name in OPERATORS if not hasattr(operators, name)]
+    on_cuda = hasattr(operators, "cublaslt_gemm")
+    missing = [name for name in (cuda.OPERATORS if on_cuda else OPERATORS) if not hasattr(operators, name)]
+    if on_cuda and not hasattr(torch.ops._vllm_fa3_C, "fwd"):
+        missing.append("FlashAttention 3")
     if missing:
         raise RuntimeError(
             f"the aligned layer spec needs torch.ops.batch_invariant.{', '.join(missing)}, which no installed vLLM "
@@ -60,6 +67,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
+        if x.is_cuda:
+            return cuda.linear(x, weight)
         return torch.ops.batch_invariant.linear(x, weight)
 
     @staticmethod
@@ -85,7 +94,7 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.epsilon = epsilon
-        return torch.ops.batch_invariant.rms_norm(x, weight, epsilon)
+        return torch.ops.batch_invariant.rms_norm(x if x.dim() == 2 else x.contiguous(), weight, epsilon)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -111,7 +120,7 @@ class _Rotary(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(positions, cos_sin)
-        return torch.ops.batch_invariant.rotary_embedding(positions, query, key, query.shape[-1], cos_sin)
+        return _rotate(positions, query, key, cos_sin)
 
     @staticmethod
     def backward(ctx: Any, grad_query: Tensor, grad_key: Tensor) -> tuple[Tensor, Tensor, None, None]:
@@ -119,11 +128,14 @@ class _Rotary(torch.autograd.Function):
         # A rotation's transpose is the rotation by the opposite angle.
         cos, sin = cos_sin.chunk(2, dim=-1)
         back = torch.cat((cos, -sin), dim=-1)
-        size = grad_query.shape[-1]
-        grads = torch.ops.batch_invariant.rotary_embedding(
-            positions, grad_query.contiguous(), grad_key.contiguous(), size, back
-        )
-        return grads[0], grads[1], None, None
+        return *_rotate(positions, grad_query.contiguous(), grad_key.contiguous(), back), None, None
+
+
+def _rotate(positions: Tensor, query: Tensor, key: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
+    """query [T, H, D] and key [T, KVH, D] rotated. On CUDA the operator takes a token's heads as one row."""
+    rows = [t.flatten(1) if t.is_cuda else t for t in (query, key)]
+    rotated = torch.ops.batch_invariant.rotary_embedding(positions, *rows, query.shape[-1], cos_sin)
+    return rotated[0].view(query.shape), rotated[1].view(key.shape)
 
 
 def rotary_embedding(query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -148,7 +160,7 @@ class _SiluAndMul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        return torch.ops.batch_invariant.silu_and_mul(x)
+        return torch.ops.batch_invariant.silu_and_mul(x if x.dim() == 2 else x.contiguous())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
@@ -205,6 +217,11 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         length, batch, heads, size = query.shape
+        if query.is_cuda:
+            starts = torch.arange(0, length * batch + 1, length, dtype=torch.int32, device=query.device)
+            packed = [t.transpose(0, 1).reshape(-1, *t.shape[2:]) for t in (query, key, value)]
+            out, lse = cuda.attention(*packed, starts, length, scale)
+            return _Attention.saved(ctx, (query, key, value), out, lse, scale)
         # The keys of a sequence are a cache of blocks of one token; they stay where they are, and a table finds them.
         token = torch.arange(length * batch, dtype=torch.int32, device=query.device)
         table = token.view(length, batch).t().contiguous()
@@ -213,8 +230,14 @@ class _Attention(torch.autograd.Function):
         rows = query.transpose(0, 1).reshape(-1, heads, size)
         caches = [t.reshape(-1, 1, *t.shape[2:]).transpose(1, 2) for t in (key, value)]
         out, lse = torch.ops.batch_invariant.attention(rows, *caches, table, starts, lengths, scale)
+        return _Attention.saved(ctx, (query, key, value), out, lse, scale)
+
+    @staticmethod
+    def saved(ctx: Any, inputs: tuple[Tensor, ...], out: Tensor, lse: Tensor, scale: float) -> Tensor:
+        """What the backward needs is kept; out [B * S, H, D] becomes [S, B, H * D]."""
+        length, batch, heads, size = inputs[0].shape
         out = out.view(batch, length, heads, size)
-        ctx.save_for_backward(query, key, value, out, lse.view(batch, length, heads))
+        ctx.save_for_backward(*inputs, out, lse.view(batch, length, heads))
         ctx.scale = scale
         return out.transpose(0, 1).reshape(length, batch, heads * size)
 
