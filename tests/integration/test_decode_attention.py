@@ -3,11 +3,18 @@
 The bits are compared on a card, at every engine's start and by `samebits bench operators`.
 """
 
+import ast
+import pathlib
+import re
+import zipfile
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from samebits.sources.fetch import fetch
+from samebits.sources.pins import load_pins
+from vllm.config import CUDAGraphMode
 from vllm.model_executor.layers import batch_invariant_attention as attention
 from vllm.model_executor.layers import batch_invariant_fa3 as fa3
 from vllm.model_executor.layers import batch_invariant_linear
@@ -40,17 +47,24 @@ def impl(**changes: Any) -> flash_attn.FlashAttentionImpl:
 
 
 def step(**changes: Any) -> Any:
-    """The metadata of a step of three requests with a token each."""
+    """The metadata of a step of three requests with a token each, as the backend's builder makes it."""
     facts = {
         "num_actual_tokens": 3,
         "max_query_len": 1,
+        "query_start_loc": torch.arange(4, dtype=torch.int32),
+        "max_seq_len": 40,
         "seq_lens": torch.tensor([5, 40, 0], dtype=torch.int32),
         "block_table": torch.zeros(3, 8, dtype=torch.int32),
         "slot_mapping": torch.tensor([4, 39, -1]),
         "causal": True,
         "use_cascade": False,
+        "common_prefix_len": 0,
+        "cu_prefix_query_lens": None,
+        "prefix_kv_lens": None,
+        "suffix_kv_lens": None,
     }
-    return SimpleNamespace(**{**facts, **changes})
+    made = {**facts, **changes}
+    return flash_attn.FlashAttentionMetadata(**made)
 
 
 CACHE = torch.zeros(9, 2, 16, 256, dtype=torch.bfloat16)
@@ -105,6 +119,7 @@ def test_another_layer_stays_with_flash_attention(changes: dict[str, Any]) -> No
         {"slot_mapping": torch.tensor([4, 39])},
         {"causal": False},
         {"use_cascade": True},
+        {"sliding_window": (63, 0)},
         {"block_table": torch.zeros(3, attention.MOST_KEYS // 16 + 1, dtype=torch.int32)},
     ],
     ids=lambda changes: next(iter(changes)),
@@ -118,6 +133,17 @@ def test_another_step_stays_with_flash_attention(changes: dict[str, Any]) -> Non
 )
 def test_another_cache_stays_with_flash_attention(cache: torch.Tensor) -> None:
     assert not attention._serves(impl(), cache, step())
+
+
+@pytest.mark.parametrize("base", ["0.26.0", "0.33.0"])
+def test_what_is_asked_of_a_step_is_in_every_bases_metadata(base: str) -> None:
+    artefact = next(a for a in load_pins().upstreams["vllm"].artefact if a.version == base and a.name == "vllm")
+    with zipfile.ZipFile(fetch(artefact)) as wheel:
+        source = wheel.read("vllm/v1/attention/backends/flash_attn.py").decode()
+    (kind,) = [node for node in ast.walk(ast.parse(source)) if getattr(node, "name", "") == "FlashAttentionMetadata"]
+    known = {node.target.id for node in kind.body if isinstance(node, ast.AnnAssign)}  # type: ignore[attr-defined]
+    asked = set(re.findall(r"\bmetadata\.(\w+)", pathlib.Path(attention.__file__).read_text()))
+    assert asked and asked <= known
 
 
 def test_nothing_is_the_operators_before_its_bits_were_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,6 +171,35 @@ def test_the_cache_is_written_once(monkeypatch: pytest.MonkeyPatch, served: bool
     assert written == (["operator"] if served else ["vllm"])
 
 
+def graphs(mode: CUDAGraphMode | None) -> Any:
+    return SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=mode))
+
+
+@pytest.mark.parametrize(
+    ("mode", "breakable", "admits"),
+    [
+        (CUDAGraphMode.FULL_AND_PIECEWISE, "0", True),
+        (CUDAGraphMode.FULL_DECODE_ONLY, "0", True),
+        (CUDAGraphMode.PIECEWISE, "0", True),
+        (CUDAGraphMode.NONE, "0", True),
+        (None, "0", True),
+        (CUDAGraphMode.FULL, "0", False),  # mixed steps are captured with a token a request, and replayed for prefills
+        (CUDAGraphMode.PIECEWISE, "1", False),  # so is what writes the cache, without what would decide anew
+    ],
+)
+def test_graphs_that_mixed_steps_replay_admit_nothing(
+    monkeypatch: pytest.MonkeyPatch, mode: CUDAGraphMode | None, breakable: str, admits: bool
+) -> None:
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", breakable)
+    monkeypatch.setattr(attention, "_admitted", set())
+    monkeypatch.setattr(attention, "_differ", lambda *kind: 0)
+    monkeypatch.setattr(batch_invariant_linear, "remembered", lambda name, find, of: (find(), True))
+    model = torch.nn.Module()
+    model.impl = impl()
+    attention.admit_model(model, graphs(mode))
+    assert bool(attention._admitted) == admits
+
+
 @pytest.mark.parametrize(("differ", "serves"), [(0, True), (3, False)])
 def test_a_kind_of_layer_is_admitted_by_its_bits(monkeypatch: pytest.MonkeyPatch, differ: int, serves: bool) -> None:
     monkeypatch.setattr(attention, "_admitted", set())
@@ -155,13 +210,13 @@ def test_a_kind_of_layer_is_admitted_by_its_bits(monkeypatch: pytest.MonkeyPatch
         return differ
 
     monkeypatch.setattr(attention, "_differ", compare)
-    monkeypatch.setattr(batch_invariant_linear, "remembered", lambda name, find: (find(), True))
+    monkeypatch.setattr(batch_invariant_linear, "remembered", lambda name, find, of: (find(), True))
     model = torch.nn.Module()
     for i in range(3):  # two of one kind, and one that the operator is not for
         layer = torch.nn.Module()
         layer.impl = impl(head_size=64) if i == 2 else impl()
         model.add_module(f"layer{i}", layer)
-    attention.admit_model(model)
+    attention.admit_model(model, graphs(CUDAGraphMode.FULL_AND_PIECEWISE))
     assert asked == [KIND] and attention._serves(impl(), CACHE, step()) == serves
 
 
@@ -174,7 +229,8 @@ def test_a_small_heads_tile_does_not_depend_on_the_neighbours(head: int) -> None
 
 
 @pytest.mark.parametrize(
-    ("head", "page", "refused"), [(96, 144, True), (80, 288, True), (96, 16, False), (128, 144, False)]
+    ("head", "page", "refused"),
+    [(96, 144, True), (80, 288, True), (192, 112, True), (96, 16, False), (128, 144, False), (192, 144, False)],
 )
 def test_a_page_that_is_a_tile_of_its_own_is_refused(head: int, page: int, refused: bool) -> None:
     if not refused:
@@ -186,9 +242,15 @@ def test_a_page_that_is_a_tile_of_its_own_is_refused(head: int, page: int, refus
 
 def test_the_schedule_is_made_once_where_flash_attention_needs_one() -> None:
     def schedules(longest: int, requests: int, **changes: Any) -> bool:
-        return fa3.schedules(SimpleNamespace(**{"aot_schedule": True, "headdim": 128, **changes}), longest, requests)
+        facts = {"headdim": 128, "aot_sliding_window": (-1, -1), **changes}
+        return fa3.schedules(SimpleNamespace(**facts), longest, requests)
 
     assert schedules(1, attention.MOST_REQUESTS + 1) and schedules(7, 1)
     assert not schedules(1, 1), "the operator takes that step"
     assert not schedules(7, 1, headdim=64), "its longest query is not the step's"
-    assert not schedules(7, 1, aot_schedule=False), "FlashAttention 2 has none"
+    assert not schedules(7, 1, aot_sliding_window=(63, 0)), "its layers are told of more keys"
+
+
+def test_a_window_is_compared_with_the_same_keys_in_every_step() -> None:
+    table, cache = torch.zeros(3, 8, dtype=torch.int32), CACHE.transpose(1, 2)
+    assert {fa3.most_keys(longest, table, cache) for longest in (1, 40, 128)} == {128}

@@ -78,6 +78,7 @@ def set_ratio(arm: str, ratio: float) -> Change:
         (lambda d: d["said"][0]["alone"].update(logprobs=1), "unpatched0 and bi0: 1 tokens and logprobs differ alone"),
         (lambda d: d["said"][1].update(tokens=2), "unpatched1 and first: 2 tokens and logprobs differ together"),
         (lambda d: d["said"].pop(1), "unpatched1 and first: what they say together is not compared"),
+        (set_arm("bi1", tree={**OURS, "sha256": "3" * 64}), "bi1 is of 2 wheels"),
         (set_arm("bi1", bi=0), "bi1 is BI=0 of vllm-1.whl"),
         (set_arm("bi1", tree={"wheel": "release"}), "bi1 is BI=1 of release"),
         (set_arm("bi1", admitted={}), "bi1 admitted nothing"),

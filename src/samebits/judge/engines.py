@@ -80,7 +80,7 @@ def missed(documents: Sequence[Mapping[str, Any]]) -> list[str]:
             for arm in MUST[case].keys() & row["values"].keys():
                 seen[case].add(arm)
                 found += _broken(case, arm, ratios(row, arm))
-    found += _apart(documents)
+    found += _of_several_commits(documents) + _apart(documents)
     found += [f"{name(case)}, {arm}: is not measured" for case in MUST for arm in MUST[case] if arm not in seen[case]]
     return found
 
@@ -104,6 +104,15 @@ def _wrong_arms(arms: Mapping[str, Mapping[str, Any]]) -> list[str]:
         elif ours and bi and not said["admitted"]:
             found.append(f"{arm} admitted nothing: it ran on another vllm's kernels")
     return found
+
+
+def _of_several_commits(documents: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Arms that are not one wheel in all measurements."""
+    wheels: dict[str, set[str]] = {}
+    for document in documents:
+        for arm, said in document["arms"].items():
+            wheels.setdefault(arm, set()).add(said["tree"].get("sha256", said["tree"]["wheel"]))
+    return [f"{arm} is of {len(several)} wheels" for arm, several in sorted(wheels.items()) if len(several) > 1]
 
 
 def _apart(documents: Sequence[Mapping[str, Any]]) -> list[str]:

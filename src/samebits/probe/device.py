@@ -54,7 +54,7 @@ def device(name: str, arm: int, base: Mapping[str, str] = os.environ) -> Device:
         said = base.get(arms.SWITCH, str(arm))
         if said != str(arm):
             raise DeviceError(f"{arms.SWITCH}={said} in the environment contradicts --arm {arm}: unset it")
-        environment = {arms.RUNNER_SWITCH: "0", **base, **common, arms.SWITCH: str(arm)}
+        environment = {arms.RUNNER_SWITCH: "1", **base, **common, arms.SWITCH: str(arm)}
         environment["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # it is compiled at each start
         return Device(name, environment, {"gpu_memory_utilization": 0.5}, "gpu", 128)
     raise DeviceError(f"--device {name}: give cpu or cuda")

@@ -47,7 +47,9 @@ def foreign_code(graph: str, contract: Collection[str] | None = None) -> list[st
     in_cpp = re.findall(r"(?:convert|static_cast|Vectorized)<(?:float|double|at::BFloat16)[^(]*\((?!in_ptr)", cpp)
     triton = "".join(re.findall(r"^@triton\.jit\n.*?^'''", graph, flags=re.DOTALL | re.MULTILINE))
     in_triton = re.findall(
-        r"(?:libdevice|tl_math|triton_helpers)\.\w+|tl\.(?:sum|dot|exp|exp2|log|sqrt|rsqrt|sigmoid)\b", triton
+        r"(?:libdevice|tl_math|triton_helpers)\.\w+|tl\.(?:sum|dot|exp|exp2|log|sqrt|rsqrt|sigmoid)\b"
+        r"|\.to\(tl\.(?:bfloat16|float16|float8\w*)\)|tmp\d+ [*/] tmp\d+",
+        triton,
     )
     return (
         foreign_operators(names, contract)

@@ -212,16 +212,19 @@ def _made_of() -> list[str]:
     return [*names, *settings, ",".join(_implementations), *hashes]
 
 
-def remembered(name: str, find: Callable[[], dict]) -> tuple[dict, bool]:
-    """What `find` returns, or did on such a card with such libraries, from disk; and whether it was asked now."""
-    key = hashlib.sha256("\n".join(_made_of()).encode()).hexdigest()[:16]
+def remembered(name: str, find: Callable[[], dict], also_of: Sequence[str] = ()) -> tuple[dict, bool]:
+    """What `find` returns, or did on such a card with such libraries, from disk; and whether it was asked now.
+
+    also_of: what else a finding holds for."""
+    made_of = [*_made_of(), *also_of]
+    key = hashlib.sha256("\n".join(made_of).encode()).hexdigest()[:16]
     kept = Path(envs.VLLM_CACHE_ROOT) / "batch_invariant" / key / f"{name}.json"
     if kept.is_file():
         return json.loads(kept.read_text())["plan"], False
     found = find()
     kept.parent.mkdir(parents=True, exist_ok=True)
     partial = kept.with_suffix(f".{os.getpid()}")
-    partial.write_text(json.dumps({"made_of": _made_of(), "plan": found}, indent=1))
+    partial.write_text(json.dumps({"made_of": made_of, "plan": found}, indent=1))
     partial.replace(kept)
     return found, True
 

@@ -9,6 +9,7 @@ loaded. Everything else stays with FlashAttention 3: other heads, windows, batch
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,8 +17,10 @@ import torch
 
 from vllm.logger import init_logger
 from vllm.model_executor.layers import batch_invariant_linear
+from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadata
 
 logger = init_logger(__name__)
@@ -48,13 +51,16 @@ def enable() -> None:
     _enabled = True
 
 
-def admit_model(model: torch.nn.Module) -> None:
+def admit_model(model: torch.nn.Module, config: VllmConfig) -> None:
     """Compare the operator with FlashAttention 3 for every kind of attention layer of a loaded model that it is for."""
+    if not _graphs_are_of_decode_steps(config):
+        logger.info("batch_invariant: attention of decode steps stays with FlashAttention 3 in such CUDA graphs")
+        return
     layers = [m.impl for m in model.modules() if hasattr(getattr(m, "impl", None), "vllm_flash_attn_version")]
     for kind in sorted({(i.num_heads, i.num_kv_heads, i.scale) for i in layers if _is_for(i)} - _admitted):
         heads, kv_heads, scale = kind
         found, anew = batch_invariant_linear.remembered(
-            f"attention-{heads}x{kv_heads}-{scale:.6g}", lambda kind=kind: {"differ": _differ(*kind)}
+            f"attention-{heads}x{kv_heads}-{scale:.6g}", lambda kind=kind: {"differ": _differ(*kind)}, _compared_with()
         )
         if found["differ"] == 0:
             _admitted.add(kind)
@@ -67,6 +73,32 @@ def admit_model(model: torch.nn.Module) -> None:
                 kv_heads,
                 found["differ"],
             )
+
+
+def _graphs_are_of_decode_steps(config: VllmConfig) -> bool:
+    """Whether no graph that holds attention, or writes the cache, is replayed for steps of another kind.
+
+    Graphs of mixed steps are captured with a token a request. With attention in them (FULL for mixed steps), or with the
+    cache's writing and not the attention (breakable graphs), what is right for a decode step would be replayed for a
+    prefill of as many tokens.
+    """
+    from vllm import envs
+    from vllm.config import CUDAGraphMode
+
+    mode = config.compilation_config.cudagraph_mode or CUDAGraphMode.NONE
+    return mode.mixed_mode() != CUDAGraphMode.FULL and not envs.VLLM_USE_BREAKABLE_CUDAGRAPH
+
+
+def _compared_with() -> list[str]:
+    """What a finding holds for besides the card and our libraries: FlashAttention 3 as it is installed, and this file."""
+    import vllm
+
+    files = [Path(__file__), *sorted((LIBRARY.parent / "vllm_flash_attn").glob("_vllm_fa3_C*.so"))]
+    hashes = []
+    for file in files:
+        with file.open("rb") as opened:
+            hashes.append(hashlib.file_digest(opened, "sha256").hexdigest())
+    return [vllm.__version__, *hashes]
 
 
 def _is_for(impl: FlashAttentionImpl) -> bool:
@@ -103,7 +135,8 @@ def _serves(impl: FlashAttentionImpl, kv_cache: torch.Tensor, metadata: FlashAtt
         and _is_for(impl)
         and metadata.seq_lens.shape[0] == requests <= metadata.slot_mapping.shape[0]
         and metadata.causal is True
-        and not metadata.use_cascade
+        and not getattr(metadata, "use_cascade", False)  # 0.33.0 has none
+        and getattr(metadata, "sliding_window", None) in (None, (-1, -1))
         and kv_cache.dtype == torch.bfloat16
         and page & (page - 1) == 0
         and keys <= MOST_KEYS
@@ -138,6 +171,8 @@ def decode(
         return False
     n = metadata.num_actual_tokens
     keys, values = kv_cache.transpose(1, 2).split(HEAD, dim=-1)
+    if impl.num_kv_heads == 1:  # a dimension of one may have any stride
+        keys, values = (canonicalize_singleton_dim_strides(cache) for cache in (keys, values))
     torch.ops.batch_invariant.decode_attention(
         query[:n],
         key[:n],
@@ -154,55 +189,70 @@ def decode(
 
 
 @torch.inference_mode()
-def _differ(heads: int, kv_heads: int, scale: float, page: int = 16) -> int:
-    """Elements of outputs and caches that differ from FlashAttention 3's, over LENGTHS and three kinds of inputs.
+def _differ(heads: int, kv_heads: int, scale: float) -> int:
+    """Elements of outputs and caches that differ from FlashAttention 3's: as many requests as are served together, and
+    one, over LENGTHS, with one request that is not there, pages of two sizes and three kinds of inputs.
 
-    NaN where it has NaN does not count as different; want of the operator's memory is an error, not a finding.
+    NaN where it has NaN does not count as different; want of memory is an error, not a finding.
     """
-    from vllm.vllm_flash_attn import flash_attn_varlen_func
-
+    few = MOST_REQUESTS - 1
+    steps = [LENGTHS[at : at + few] + (0,) for at in range(0, len(LENGTHS), few)] + [(length,) for length in LENGTHS[::4]]
     generator = torch.Generator(device="cuda").manual_seed(heads * 1009 + kv_heads)
+    kinds = [(16, "normal"), (16, "peaked"), (16, "equal"), (64, "normal")]
+    return sum(
+        _differ_in_step(heads, kv_heads, scale, lengths, page, kind, generator) for lengths in steps for page, kind in kinds
+    )
+
+
+def _differ_in_step(
+    heads: int,
+    kv_heads: int,
+    scale: float,
+    of_requests: tuple[int, ...],
+    page: int,
+    kind: str,
+    generator: torch.Generator,
+) -> int:
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
 
-    requests, per_request = len(LENGTHS), -(-max(LENGTHS) // page)
-    lengths = torch.tensor(LENGTHS, device="cuda", dtype=torch.int32)
+    requests, per_request = len(of_requests), -(-max(of_requests) // page)
+    there = sum(length > 0 for length in of_requests)  # the others come last, as where a graph is larger than its step
+    lengths = torch.tensor(of_requests, device="cuda", dtype=torch.int32)
     table = torch.randperm(requests * per_request, generator=generator, device="cuda").int().view(requests, per_request)
-    starts = torch.arange(requests + 1, device="cuda", dtype=torch.int32)
-    last = lengths.long() - 1
-    rows = table[starts[:-1].long(), last // page].long(), last % page
-    slots = rows[0] * page + rows[1]
-    wrong = 0
-    for kind in ("normal", "peaked", "equal"):
-        query, cache = random(requests, heads, HEAD), random(requests * per_request, kv_heads, page, 2 * HEAD)
-        if kind == "peaked":  # a few keys take all: maxima move from block to block, and sums shrink to nothing
-            query *= 8.0
-        if kind == "equal":
-            query.zero_()
-        keys, values = cache.transpose(1, 2).split(HEAD, dim=-1)
-        key, value = random(requests, kv_heads, HEAD), random(requests, kv_heads, HEAD)
-        mine, whole = torch.empty_like(query), cache.clone()
-        torch.ops.batch_invariant.decode_attention(query, key, value, keys, values, table, lengths, slots, scale, mine)
-        whole_keys, whole_values = whole.transpose(1, 2).split(HEAD, dim=-1)
-        whole_keys[rows], whole_values[rows] = key, value
-        wrong += int((whole.view(torch.int16) != cache.view(torch.int16)).sum())
-        other = torch.empty_like(query)
-        flash_attn_varlen_func(
-            q=query,
-            k=whole_keys,
-            v=whole_values,
-            out=other,
-            cu_seqlens_q=starts,
-            max_seqlen_q=1,
-            seqused_k=lengths,
-            max_seqlen_k=max(LENGTHS),
-            softmax_scale=scale,
-            causal=True,
-            block_table=table,
-            fa_version=3,
-            num_splits=1,
-        )
-        differ = mine.view(torch.int16) != other.view(torch.int16)
-        wrong += int((differ & ~(mine.isnan() & other.isnan())).sum())
-    return wrong
+    last = lengths.long()[:there] - 1
+    rows = table[torch.arange(there, device="cuda"), last // page].long(), last % page
+    slots = torch.full((requests,), -1, device="cuda", dtype=torch.int64)
+    slots[:there] = rows[0] * page + rows[1]
+    query, cache = random(requests, heads, HEAD), random(requests * per_request, kv_heads, page, 2 * HEAD)
+    if kind == "peaked":  # a few keys take all: maxima move from block to block, and sums shrink to nothing
+        query *= 8.0
+    if kind == "equal":
+        query.zero_()
+    keys, values = (canonicalize_singleton_dim_strides(c) for c in cache.transpose(1, 2).split(HEAD, dim=-1))
+    key, value = random(requests, kv_heads, HEAD), random(requests, kv_heads, HEAD)
+    mine, whole = torch.empty_like(query), cache.clone()
+    torch.ops.batch_invariant.decode_attention(query, key, value, keys, values, table, lengths, slots, scale, mine)
+    whole_keys, whole_values = (canonicalize_singleton_dim_strides(c) for c in whole.transpose(1, 2).split(HEAD, dim=-1))
+    whole_keys[rows], whole_values[rows] = key[:there], value[:there]
+    wrong = int((whole.view(torch.int16) != cache.view(torch.int16)).sum())
+    other = torch.empty_like(query)
+    flash_attn_varlen_func(
+        q=query,
+        k=whole_keys,
+        v=whole_values,
+        out=other,
+        cu_seqlens_q=torch.arange(requests + 1, device="cuda", dtype=torch.int32),
+        max_seqlen_q=1,
+        seqused_k=lengths,
+        max_seqlen_k=max(of_requests),
+        softmax_scale=scale,
+        causal=True,
+        block_table=table,
+        fa_version=3,
+        num_splits=1,
+    )
+    differ = mine.view(torch.int16)[:there] != other.view(torch.int16)[:there]
+    return wrong + int((differ & ~(mine.isnan() & other.isnan())[:there]).sum())
