@@ -166,3 +166,13 @@ def test_no_norm_is_fused_into_an_all_reduce(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
     with pytest.raises(AttributeError, match="parallel_config"):
         enable_allreduce_rms_fusion(nothing)
+
+
+def test_a_card_that_is_no_hopper_has_no_kernels_and_a_wheel_without_them_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+    assert not admission.load_for_hopper("rows")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    with pytest.raises(RuntimeError, match=r"there is no .*batch_invariant_rows\.so\. Remedy: install the vLLM wheel"):
+        admission.load_for_hopper("rows")  # the CPU's wheel carries none

@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from samebits.sources.fetch import fetch
-from samebits.sources.pins import load_pins
 from vllm.config import CUDAGraphMode
 from vllm.model_executor.layers import batch_invariant_attention as attention
 from vllm.model_executor.layers import batch_invariant_fa3 as fa3
 from vllm.model_executor.layers import batch_invariant_linear
 from vllm.v1.attention.backends import flash_attn
+
+from samebits.sources.fetch import fetch
+from samebits.sources.pins import load_pins
 
 KIND = (8, 2, 128**-0.5)
 
@@ -141,7 +142,7 @@ def test_what_is_asked_of_a_step_is_in_every_bases_metadata(base: str) -> None:
     with zipfile.ZipFile(fetch(artefact)) as wheel:
         source = wheel.read("vllm/v1/attention/backends/flash_attn.py").decode()
     (kind,) = [node for node in ast.walk(ast.parse(source)) if getattr(node, "name", "") == "FlashAttentionMetadata"]
-    known = {node.target.id for node in kind.body if isinstance(node, ast.AnnAssign)}  # type: ignore[attr-defined]
+    known = {ast.unparse(node.target) for node in ast.walk(kind) if isinstance(node, ast.AnnAssign)}
     asked = set(re.findall(r"\bmetadata\.(\w+)", pathlib.Path(attention.__file__).read_text()))
     assert asked and asked <= known
 

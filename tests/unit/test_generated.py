@@ -14,6 +14,13 @@ def triton_poi_fused_0(in_ptr0, out_ptr0, xnumel, XBLOCK : tl.constexpr):
 ''', device_str='cuda')
 """
 
+CPP = """
+cpp_fused_clone_0 = async_compile.cpp_pybinding(['const float*', 'float*'], r'''
+    auto tmp0 = at::vec::Vectorized<float>::loadu(in_ptr0, 16);
+    {body}
+''')
+"""
+
 
 @pytest.mark.parametrize(
     ("text", "found"),
@@ -28,6 +35,12 @@ def triton_poi_fused_0(in_ptr0, out_ptr0, xnumel, XBLOCK : tl.constexpr):
         (KERNEL.format(body="tmp1 = tmp0.to(tl.bfloat16)"), [".to(tl.bfloat16)"]),
         (KERNEL.format(body="tmp1 = tl.sum(tmp0, 1)[:, None]"), ["tl.sum"]),
         (KERNEL.format(body=""), []),
+        (CPP.format(body="auto tmp2 = at::vec::Vectorized<float>(tmp1);"), []),
+        (
+            CPP.format(body="auto tmp2 = at::vec::Vectorized<float>(static_cast<float>(0.5));"),
+            ["Vectorized<float>(", "static_cast<float>("],
+        ),
+        (CPP.format(body="auto tmp2 = at::vec::convert<at::BFloat16>(tmp1);"), ["convert<at::BFloat16>("]),
         ("# Original ATen: [aten.embedding, aten.slice]" + KERNEL.format(body="tmp2 = tmp0 + tmp1"), []),  # an index
     ],
 )

@@ -199,7 +199,7 @@ def document(say: Callable[[str], None]) -> dict[str, Any]:
 
     batch_invariant_linear.enable()
     batch_invariant_sm90.enable()
-    libraries = (batch_invariant_linear.LIBRARY, batch_invariant_sm90.LIBRARY)
+    libraries = [batch_invariant_linear.library_file(name) for name in ("linear", "sm90")]
     return GEMM.build(
         command="samebits bench gemm",
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),

@@ -556,12 +556,12 @@ def _table(title: str, columns: Sequence[str]) -> Table:
 
 def document(say: Callable[[str], None]) -> dict[str, Any]:
     """Measure, as a document of schema operators-1: with the card, and the hash of each library that was measured."""
-    from vllm.model_executor.layers import batch_invariant_attention, batch_invariant_rows
+    from vllm.model_executor.layers import batch_invariant_attention, batch_invariant_linear, batch_invariant_rows
 
     say("libraries")
     batch_invariant_rows.enable()
     batch_invariant_attention.enable()
-    libraries = (batch_invariant_rows.LIBRARY, batch_invariant_attention.LIBRARY)
+    libraries = [batch_invariant_linear.library_file(name) for name in ("rows", "attention")]
     return OPERATORS.build(
         command="samebits bench operators",
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),

@@ -43,8 +43,13 @@ def foreign_code(graph: str, contract: Collection[str] | None = None) -> list[st
     fused = re.findall(r"Original ATen: \[(.*)\]", graph)
     names = [name.replace(".", "::", 1) for line in fused for name in line.split(", ") if name]
     calls = [f"{space}::{name}" for space, name in re.findall(r"= torch\.ops\.(\w+)\.(\w+)\.\w+\(", graph)]
+    # A value that was loaded may be spread over a vector: that rounds nothing.
     cpp = "".join(re.findall(r"^cpp_fused\w* = .*?^'''\)", graph, flags=re.DOTALL | re.MULTILINE))
-    in_cpp = re.findall(r"(?:convert|static_cast|Vectorized)<(?:float|double|at::BFloat16)[^(]*\((?!in_ptr)", cpp)
+    in_cpp = re.findall(
+        r"(?:convert|static_cast)<(?:float|double|at::BFloat16)[^(]*\((?!in_ptr)"
+        r"|Vectorized<(?:float|double|at::BFloat16)[^(]*\((?!in_ptr|tmp\d+\))",
+        cpp,
+    )
     triton = "".join(re.findall(r"^@triton\.jit\n.*?^'''", graph, flags=re.DOTALL | re.MULTILINE))
     in_triton = re.findall(
         r"(?:libdevice|tl_math|triton_helpers)\.\w+|tl\.(?:sum|dot|exp|exp2|log|sqrt|rsqrt|sigmoid)\b"

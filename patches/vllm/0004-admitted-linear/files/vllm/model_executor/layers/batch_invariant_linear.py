@@ -107,11 +107,7 @@ def enable() -> None:
     global _library
     if _library is not None:
         return
-    if not LIBRARY.exists():
-        raise RuntimeError(
-            f"VLLM_BATCH_INVARIANT=1 on CUDA: there is no {LIBRARY}. Remedy: install the vLLM wheel that holds it."
-        )
-    torch.ops.load_library(str(LIBRARY))
+    _load(LIBRARY)
     _library = torch.library.Library("batch_invariant", "FRAGMENT")
     _library.define("planned_linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor")
     _library.impl("planned_linear", _planned, "CUDA")
@@ -119,6 +115,31 @@ def enable() -> None:
     @torch.library.register_fake("batch_invariant::linear", lib=_library)
     def _(x, weight, bias=None):
         return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def library_file(name: str) -> Path:
+    """One of the libraries of operators that this package carries."""
+    return LIBRARY.with_name(f"batch_invariant_{name}.so")
+
+
+def load_for_hopper(name: str) -> bool:
+    """Load batch_invariant_NAME.so, kernels for sm_90; False on another card.
+
+    Raises:
+        RuntimeError: the library that the wheel carries is not there, or does not load.
+    """
+    if torch.cuda.get_device_capability() != (9, 0):
+        return False
+    _load(library_file(name))
+    return True
+
+
+def _load(library: Path) -> None:
+    if not library.exists():
+        raise RuntimeError(
+            f"VLLM_BATCH_INVARIANT=1 on CUDA: there is no {library}. Remedy: install the vLLM wheel that holds it."
+        )
+    torch.ops.load_library(str(library))
 
 
 def serves(x: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -3,13 +3,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from vllm.model_executor.layers import batch_invariant_linear
 
-LIBRARY = Path(__file__).parents[2] / "batch_invariant_sm90.so"
 MOST_ROWS = 64
 WIDTHS = (16, 24, 32, 40, 48, 64, 80, 96, 128)  # columns of a tile that there are kernels for
 
@@ -49,15 +46,8 @@ def _skinny(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
 
 def enable() -> None:
     """Offer the kernels of this card, if it has any. Harmless if done again."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        return
-    if not LIBRARY.exists():
-        raise RuntimeError(
-            f"VLLM_BATCH_INVARIANT=1 on Hopper: there is no {LIBRARY}. Remedy: install the vLLM wheel that holds it."
-        )
-    if not hasattr(torch.ops.batch_invariant, "skinny_gemm"):
-        torch.ops.load_library(str(LIBRARY))
-    batch_invariant_linear.offer(batch_invariant_linear.Implementation("skinny", _skinny, MOST_ROWS, offers))
+    if hasattr(torch.ops.batch_invariant, "skinny_gemm") or batch_invariant_linear.load_for_hopper("sm90"):
+        batch_invariant_linear.offer(batch_invariant_linear.Implementation("skinny", _skinny, MOST_ROWS, offers))
 
 
 def offers(n: int, k: int) -> bool:

@@ -7,11 +7,10 @@ the same bits. What they do not take (another dtype, a head that is not of 128) 
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
-LIBRARY = Path(__file__).parents[2] / "batch_invariant_rows.so"
+from vllm.model_executor.layers import batch_invariant_linear
+
 HEAD = 128
 
 _enabled = False
@@ -20,13 +19,8 @@ _enabled = False
 def enable() -> None:
     """Load the operators, if this card has any, and show their shapes to torch.compile. Harmless if done again."""
     global _enabled
-    if _enabled or torch.cuda.get_device_capability() != (9, 0):
+    if _enabled or not batch_invariant_linear.load_for_hopper("rows"):
         return
-    if not LIBRARY.exists():
-        raise RuntimeError(
-            f"VLLM_BATCH_INVARIANT=1 on Hopper: there is no {LIBRARY}. Remedy: install the vLLM wheel that holds it."
-        )
-    torch.ops.load_library(str(LIBRARY))
     _enabled = True
 
     def like(x: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-LIBRARY = Path(__file__).parents[2] / "batch_invariant_attention.so"
 HEAD, MOST_GROUP = 128, 8
 MOST_REQUESTS = 8  # above, FlashAttention 3 fills the card by itself
 MOST_SCRATCH = 1 << 28  # bytes of scores
@@ -41,14 +40,7 @@ _enabled = False
 def enable() -> None:
     """Load the operator, if this card has it. Harmless if done again."""
     global _enabled
-    if _enabled or torch.cuda.get_device_capability() != (9, 0):
-        return
-    if not LIBRARY.exists():
-        raise RuntimeError(
-            f"VLLM_BATCH_INVARIANT=1 on Hopper: there is no {LIBRARY}. Remedy: install the vLLM wheel that holds it."
-        )
-    torch.ops.load_library(str(LIBRARY))
-    _enabled = True
+    _enabled = _enabled or batch_invariant_linear.load_for_hopper("attention")
 
 
 def admit_model(model: torch.nn.Module, config: VllmConfig) -> None:
@@ -93,7 +85,7 @@ def _compared_with() -> list[str]:
     """What a finding holds for besides the card and our libraries: FlashAttention 3 as it is installed, and this file."""
     import vllm
 
-    files = [Path(__file__), *sorted((LIBRARY.parent / "vllm_flash_attn").glob("_vllm_fa3_C*.so"))]
+    files = [Path(__file__), *sorted((Path(vllm.__file__).parent / "vllm_flash_attn").glob("_vllm_fa3_C*.so"))]
     hashes = []
     for file in files:
         with file.open("rb") as opened:
