@@ -290,6 +290,31 @@ def test_the_identity_names_sources_wheels_and_processor(installed: Path) -> Non
     assert provenance.read(installed / "execution.json") == identity
 
 
+@pytest.mark.parametrize(("suffix", "dirty"), [("", False), ("-dirty", True)])
+def test_where_a_tree_lies_over_a_release_its_note_names_wheel_and_commit(
+    tmp_path: Path, suffix: str, dirty: bool
+) -> None:
+    (tmp_path / "gpu.txt").write_text("torch==2.11.0\n")
+    (tmp_path / "a.py").write_text("one\n")
+    files = {"a.py": sha("one\n")}
+    note = {"wheel": "vllm-1.whl", "sha256": sha("wheel"), "git_commit": "2" * 40 + suffix, "files": files}
+    (tmp_path / "samebits-tree.json").write_text(json.dumps(note))
+    identity = provenance.collect(
+        root=tmp_path,
+        lock=tmp_path / "gpu.txt",
+        requirements=tmp_path / "none.txt",
+        tree=tmp_path / "samebits-tree.json",
+        arm=0,
+        runner="v2",
+        config_sha256=sha("config"),
+        model=execution()["model"],
+        command=["samebits", "check", "bits"],
+        environment={},
+    )
+    assert (identity["git_commit"], identity["git_dirty"]) == ("2" * 40, dirty)
+    assert identity["wheels"] == {"vllm-1.whl": sha("wheel")}
+
+
 def test_a_wheel_that_is_not_the_installed_one_is_refused(installed: Path) -> None:
     assert provenance.installed_wheels(wheel(installed, b"a.py,sha256=abc,3\n"))
     with pytest.raises(provenance.ProvenanceError, match="not what is installed in this environment; run `make env`"):

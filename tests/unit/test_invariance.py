@@ -168,6 +168,22 @@ def test_the_probe_asks_what_the_cells_compare(quick: bool) -> None:
     assert made.keys() == {engine for one in cells(quick) for engine, _ in (one.left, one.right)}
 
 
+@pytest.mark.parametrize(
+    ("asked", "what"),
+    [
+        ({"device": "cuda", "dtypes": ("float32",)}, "--dtype float32: on cuda the contract has bfloat16"),
+        ({"device": "cuda", "dtypes": ("bfloat16",), "hidden": 128}, "--hidden 128: give a multiple of 256"),
+        ({"device": "cpu", "dtypes": ("bfloat16",), "hidden": 192}, "--hidden 192: give a multiple of 128"),
+    ],
+)
+def test_a_model_that_a_device_has_no_rows_for_is_refused_before_anything_runs(
+    tmp_path: Path, asked: dict[str, Any], what: str
+) -> None:
+    with pytest.raises(invariance.ModelError, match=what):
+        invariance.record(invariance.Asked(arms=(1,), **asked), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_process_is_known_by_one_name_and_another_by_another() -> None:
     words = "from samebits.probe.engine import process; print(process())"
     other = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, check=True).stdout.strip()

@@ -37,7 +37,6 @@ MUST: dict[Case, dict[str, tuple[Bound, ...]]] = {
     (8192, 1024, 64): _at_least(bi1=0.98),
 }
 
-
 # Arms that say the same bits: of each request alone, and of requests that share steps where that does not matter.
 SAY_THE_SAME = {(RELEASE, "bi0"): ("alone",), ("unpatched1", "first"): ("together", "alone")}
 
@@ -72,15 +71,14 @@ def missed(documents: Sequence[Mapping[str, Any]]) -> list[str]:
         for row in document["rows"]:
             if (case := case_of(row)) not in MUST:
                 continue
-            if {len(values) for values in row["values"].values()} != {document["rounds"]} or RELEASE not in row[
-                "values"
-            ]:
+            values = row["values"]
+            if RELEASE not in values or {len(one) for one in values.values()} != {document["rounds"]}:
                 found.append(f"{name(case)}: is not one number a round and arm, {RELEASE} among them")
                 continue
-            for arm in MUST[case].keys() & row["values"].keys():
+            for arm in (arm for arm in MUST[case] if arm in values):
                 seen[case].add(arm)
                 found += _broken(case, arm, ratios(row, arm))
-    found += _of_several_commits(documents) + _apart(documents)
+    found += _of_several_wheels(documents) + _apart(documents)
     found += [f"{name(case)}, {arm}: is not measured" for case in MUST for arm in MUST[case] if arm not in seen[case]]
     return found
 
@@ -106,7 +104,7 @@ def _wrong_arms(arms: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return found
 
 
-def _of_several_commits(documents: Sequence[Mapping[str, Any]]) -> list[str]:
+def _of_several_wheels(documents: Sequence[Mapping[str, Any]]) -> list[str]:
     """Arms that are not one wheel in all measurements."""
     wheels: dict[str, set[str]] = {}
     for document in documents:
