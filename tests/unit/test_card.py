@@ -115,7 +115,15 @@ def test_what_two_arms_said_is_compared_token_by_token_and_bit_by_bit() -> None:
 
 def products(**microseconds: float) -> dict[str, Any]:
     times = {"cublas": 10.0, "skinny": 8.0, "cublaslt": 10.0, "vllm": 50.0, **microseconds}
-    row = {"model": "8B", "n": 8192, "k": 4096, "m": 1, "served": "skinny", "microseconds": times}
+    row = {
+        "model": "8B",
+        "n": 8192,
+        "k": 4096,
+        "m": 1,
+        "served": "skinny",
+        "microseconds": times,
+        "widths": {"48": 8.0},
+    }
     bits = [{"n": 8192, "k": 4096, "implementation": "skinny", "differ": 0, "of": 100}]
     return GEMM.build(
         command="samebits bench gemm",

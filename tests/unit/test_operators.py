@@ -56,6 +56,8 @@ def fields() -> dict[str, Any]:
             "scale": scale,
             "told_1": count(17 * heads * 128),
             "told_5": count(17 * heads * 128),
+            "scheduled": count(17 * heads * 128),
+            "served": count(17 * heads * 128),
             "cache": count(17 * 8192 * kv_heads * 256),
             "repeated": count(20 * 17 * heads * 128),
         }
@@ -167,6 +169,14 @@ LIES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "attention differs from what longer queries get": (
         lambda d: case(d["attention"]["bits"], heads=4, page=16, scale=0)["told_5"].update(differ=1),
         "pages of 16, queries by 0, told_5: 1 of",
+    ),
+    "a schedule changes bits": (
+        lambda d: case(d["attention"]["bits"], heads=8, page=16, scale=1)["scheduled"].update(differ=3),
+        "scheduled: 3 of",
+    ),
+    "attention differs in the steps that are served": (
+        lambda d: case(d["attention"]["bits"], heads=64, page=32, scale=1)["served"].update(differ=9),
+        "served: 9 of",
     ),
     "the cache differs": (
         lambda d: case(d["attention"]["bits"], heads=8, page=128, scale=1)["cache"].update(differ=256),

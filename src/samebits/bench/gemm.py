@@ -1,8 +1,8 @@
 """Products of few rows on one GPU: ours, cuBLASLt without split-K and vLLM's own, against cuBLAS; and the bits of each.
 
-A time is the median of replays of one CUDA graph with a
-launch for each of several weights, more bytes than the L2 cache holds, back to back; clocks are left alone. Bits are
-compared with the reference kernel.
+A time is the median of replays of one CUDA graph with a launch for each of several weights, more bytes than the L2
+cache holds, back to back; clocks are left alone. Ours is timed with every width of a tile too: the table of widths in
+`batch_invariant_sm90` is made from that. Bits are compared with the reference kernel.
 """
 
 import datetime
@@ -53,6 +53,9 @@ def measure(say: Callable[[str], None]) -> dict[str, Any]:
         width = batch_invariant_sm90.columns(n, k, x.shape[0], processors)
         return operators.skinny_gemm(x, weight, None, False, width)
 
+    def tiles_of(width: int) -> Callable[[Any, Any], Any]:
+        return lambda x, weight: operators.skinny_gemm(x, weight, None, False, width)
+
     ways: dict[str, Callable[[Any, Any], Any]] = {
         "cublas": lambda x, w: torch.mm(x, w.t()),
         "skinny": skinny,
@@ -74,7 +77,12 @@ def measure(say: Callable[[str], None]) -> dict[str, Any]:
             for m in ROWS:
                 x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
                 times = {name: microseconds(partial(_call, way, x, weights), launches) for name, way in ways.items()}
-                rows.append({"model": model, "n": n, "k": k, "m": m, "served": serving(n, k), "microseconds": times})
+                widths = {
+                    str(width): microseconds(partial(_call, tiles_of(width), x, weights), launches)
+                    for width in batch_invariant_sm90.WIDTHS
+                }
+                row = {"model": model, "n": n, "k": k, "m": m, "served": serving(n, k), "microseconds": times}
+                rows.append({**row, "widths": widths})
     say("bandwidth of a copy")
     big = torch.empty(1 << 28, device="cuda")
     other = torch.empty_like(big)

@@ -300,6 +300,13 @@ class _Step:
             longest=longest,
         )
 
+    def requests(self, some: slice) -> "_Step":
+        """The step of some of its requests, over the same cache."""
+        parts = (self.query, self.key, self.value, self.table, self.lengths, self.slots)
+        query, key, value, table, lengths, slots = (x[some] for x in parts)
+        starts = self.starts[: len(query) + 1]
+        return _Step(query, key, value, self.cache, table, starts, lengths, slots, self.longest)
+
     def ours(self, out: Any) -> Any:
         """Into `out`, of the query's shape; writes the new tokens into the cache."""
         import torch
@@ -371,8 +378,13 @@ def _flash(query: Any, cache: Any, out: Any, **told: Any) -> Any:
 def _attention_bits(
     heads: int, kv_heads: int, page: int, say: Callable[[str], None]
 ) -> dict[int, dict[str, dict[str, int]]]:
-    """By the scale of queries: elements that differ from FlashAttention 3's, told 1 or 5, in the cache, and again."""
+    """By the scale of queries: elements that differ from FlashAttention 3's.
+
+    told_1, told_5: by what it is told of the longest query. scheduled: its own, with the schedule that an engine makes
+    once a step. served: in steps of as many requests as are served at once. cache: what ours wrote there. repeated.
+    """
     import torch
+    from vllm.model_executor.layers import batch_invariant_attention
 
     say(f"attention of {heads} heads on {kv_heads}, pages of {page}: bits")
     drawn = _Step.draw(heads, kv_heads, page, plan.LENGTHS, max(plan.LENGTHS))
@@ -383,11 +395,18 @@ def _attention_bits(
         at = drawn.slots // page, drawn.slots % page
         for new, part in zip((drawn.key, drawn.value), _keys_and_values(whole.cache), strict=True):
             part[at] = new
-        counted = {name: Counted() for name in ("told_1", "told_5", "cache", "repeated")}
+        counted = {name: Counted() for name in ("told_1", "told_5", "scheduled", "served", "cache", "repeated")}
         out = mine.ours(torch.full_like(mine.query, math.nan))
         counted["cache"].compare(mine.cache, whole.cache)
         for told in (1, 5):
             counted[f"told_{told}"].compare(out, whole.flash(torch.empty_like(out), told=told))
+        whole_out = whole.flash(torch.empty_like(out))
+        scheduled = whole.flash(torch.empty_like(out), schedule=whole.schedule(1))
+        counted["scheduled"].compare(scheduled, whole_out)
+        for first in range(0, len(plan.LENGTHS), batch_invariant_attention.MOST_REQUESTS):
+            step = mine.requests(slice(first, first + batch_invariant_attention.MOST_REQUESTS))
+            served = step.ours(torch.full_like(step.query, math.nan))
+            counted["served"].compare(served, whole_out[first : first + len(served)])
         for _ in range(plan.REPEATS):
             counted["repeated"].compare(mine.ours(torch.full_like(out, math.nan)), out)
         found[scale] = {name: _count(one) for name, one in counted.items()}

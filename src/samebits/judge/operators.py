@@ -127,6 +127,8 @@ def _attention_bits(row: Mapping[str, Any]) -> list[str]:
     must = {
         "told_1": outputs,
         "told_5": outputs,
+        "scheduled": outputs,
+        "served": outputs,
         "cache": tokens * row["kv_heads"] * 2 * HEAD,
         "repeated": REPEATS * outputs,
     }

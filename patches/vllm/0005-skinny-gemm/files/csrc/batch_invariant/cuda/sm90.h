@@ -45,6 +45,16 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t phase) 
       : "memory");
 }
 
+// TMA's instructions take uniform registers. Where one thread of a warp runs by itself the compiler walks through the warp's
+// threads at each of them, some 45 cycles; so the whole warp walks through a loop of copies, by a number of the warp that is
+// seen to be the same for all, and one thread is elected at the copy.
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
+__device__ __forceinline__ bool elected() {
+  uint32_t yes;
+  asm volatile("{ .reg .pred me; elect.sync _|me, 0xffffffff; selp.u32 %0, 1, 0, me; }" : "=r"(yes));
+  return yes;
+}
+
 // A tile of a two-dimensional tensor map at (column, row), zeros where the tensor ends.
 __device__ __forceinline__ void tma_load(uint32_t to, const TensorMap& map, int column, int row, uint64_t* barrier,
                                          uint64_t policy) {

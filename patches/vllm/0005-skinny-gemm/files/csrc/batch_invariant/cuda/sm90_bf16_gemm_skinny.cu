@@ -1,7 +1,7 @@
 // out[M, N] = x[M, K] weight[N, K]^T (+ bias), bf16 in, for few rows: 1 <= M <= 64. Sequential K.
 //
 // The time is that of reading `weight` once, so everything serves the bytes in flight. A block owns kCols rows of
-// `weight`. One thread streams them through a ring of stages in shared memory (TMA, 128-byte swizzle) as deep as the
+// `weight`. One warp streams them through a ring of stages in shared memory (TMA, 128-byte swizzle) as deep as the
 // memory allows, four warps multiply. One wgmma of shape m64 x kCols x k16 takes all rows of `x` at once: with x as its
 // left operand any multiple of 8 is a tile width, so that a tile exists that fills the card for every N. Rows above M
 // are whatever lies there; they are never stored.
@@ -16,6 +16,7 @@
 enum : int {
   kStepBytes = 128,  // one row of a swizzled tile: 64 values of K
   kSteps = 2,        // such tiles a stage
+  kLoader = 4,       // the warp that loads; those before it multiply
 };
 
 // d += A B^T for one k16 step; A: 64 rows of x, B: kCols rows of weight, both in shared memory, K along the rows.
@@ -92,8 +93,8 @@ __device__ __forceinline__ void gemm(const TensorMap& weight, const TensorMap& x
   const uint32_t stage_bytes = weight_bytes + kSteps * p.rows * kStepBytes;
 
   dependents_may_start();
-  // The thread that loads readies the barriers, and asks for its first weights before anything else happens.
-  const bool loads_tiles = threadIdx.x == 128;
+  // The warp that loads readies the barriers, and asks for its first weights before anything else happens.
+  const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
   const int loads = (p.tiles - blockIdx.x + gridDim.x - 1) / gridDim.x * p.steps;
   const int ahead = min(loads, p.stages);
   auto ask_weight = [&](int stage, int tile, int step) {
@@ -109,31 +110,39 @@ __device__ __forceinline__ void gemm(const TensorMap& weight, const TensorMap& x
     for (int i = 0; i < kSteps; ++i)
       tma_load(at + i * p.rows * kStepBytes, x, (step * kSteps + i) * 64, 0, &full[stage], kEvictLast);
   };
-  if (loads_tiles) {
-    for (int s = 0; s < p.stages; ++s) {
-      barrier_init(&full[s], 1);
-      barrier_init(&empty[s], 4);
+  if (warp == kLoader) {
+    if (elected()) {
+      for (int s = 0; s < p.stages; ++s) {
+        barrier_init(&full[s], 1);
+        barrier_init(&empty[s], kLoader);
+      }
+      barrier_init_fence();
     }
-    barrier_init_fence();
-    for (int i = 0; i < ahead; ++i) ask_weight(i, blockIdx.x + i / p.steps * gridDim.x, i % p.steps);
+    __syncwarp();
+    for (int i = 0, step = 0, tile = blockIdx.x; i < ahead; ++i) {
+      if (elected()) ask_weight(i, tile, step);
+      if (++step == p.steps) step = 0, tile += gridDim.x;
+    }
   }
   __syncthreads();
 
-  if (threadIdx.x >= 128) {
-    if (loads_tiles) {
-      wait_for_dependencies();
-      for (int i = 0; i < ahead; ++i) ask_x(i, i % p.steps);
-      int stage = 0, phase = 0, step = ahead % p.steps, tile = blockIdx.x + ahead / p.steps * gridDim.x;
-      for (int i = ahead; i < loads; ++i) {
-        barrier_wait(&empty[stage], phase);
+  if (warp == kLoader) {
+    wait_for_dependencies();
+    int stage = 0, phase = 0, step = 0, tile = blockIdx.x;
+    for (int i = 0; i < ahead; ++i) {
+      if (elected()) ask_x(i, step);
+      if (++step == p.steps) step = 0, tile += gridDim.x;
+    }
+    for (int i = ahead; i < loads; ++i) {
+      barrier_wait(&empty[stage], phase);
+      if (elected()) {
         ask_weight(stage, tile, step);
         ask_x(stage, step);
-        if (++stage == p.stages) stage = 0, phase ^= 1;
-        if (++step == p.steps) step = 0, tile += gridDim.x;
       }
+      if (++stage == p.stages) stage = 0, phase ^= 1;
+      if (++step == p.steps) step = 0, tile += gridDim.x;
     }
   } else {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int stage = 0, phase = 0, held = -1;
     auto release = [&](int s) {
       if (lane == 0) barrier_arrive(&empty[s]);

@@ -15,8 +15,8 @@ alignas(64) const unsigned char kImage[] = {
 cuda::Module module(kImage, "compute capability 9.0");
 
 // As in the kernels.
-constexpr int64_t kHead = 128, kKeys = 128, kMostGroup = 8, kSlice = 32, kStages = 8, kScorePitch = kKeys + 8, kWarps = 9;
-constexpr int64_t kSharedBytes = 200 * 1024;  // what a block may have besides what the kernels hold by name
+constexpr int64_t kHead = 128, kKeys = 128, kMostGroup = 8, kSlice = 32, kStages = 8, kScorePitch = kKeys + 8, kWarps = 11;
+constexpr int64_t kSharedBytes = 196 * 1024;  // what a block may have besides what the kernels hold by name
 constexpr int64_t kAlignment = 1024;           // lost where the rings begin
 constexpr int64_t kBlocksAtOnce = 3 * 132;    // of attention_scores on a card
 
@@ -120,9 +120,9 @@ void decode_attention(const Tensor& query, const Tensor& key, const Tensor& valu
   a.group = int32_t(group), a.kv_heads = int32_t(kv_heads), a.page_shift = __builtin_ctzll(page);
   a.most_blocks = int32_t((block_table.size(1) * page + kKeys - 1) / kKeys);
   a.scale = float(scale) * 1.44269504088896340736f;
-  const int64_t rows = requests * kv_heads * group, sizes[1] = {rows * a.most_blocks * (kKeys + 1)};
+  const int64_t rows = requests * kv_heads * group, sizes[1] = {rows * a.most_blocks * (kScorePitch + 1)};
   const Tensor scratch = cuda::empty(1, sizes, aoti_torch_dtype_float32(), place.index);
-  a.scores = scratch.data<float>(), a.peaks = scratch.data<float>() + rows * a.most_blocks * kKeys;
+  a.scores = scratch.data<float>(), a.peaks = scratch.data<float>() + rows * a.most_blocks * kScorePitch;
 
   const int64_t at_once = kBlocksAtOnce / (requests * kv_heads);
   const int64_t ranges = at_once < 1 ? 1 : at_once < a.most_blocks ? at_once : a.most_blocks;

@@ -19,7 +19,7 @@
 #include "sm90.h"
 
 enum : int { kHead = 128, kKeys = 128, kMostGroup = 8, kSlice = 32, kStages = 8, kScorePitch = kKeys + 8 };
-enum : int { kWeigher = 2, kAdder = 4, kLoader = 5, kWarps = 9 };  // the first warp of each kind in `attention_values`
+enum : int { kAdder = 2, kWeigher = 3, kLoader = 7, kWarps = 11 };  // the first warp of each kind in `attention_values`
 enum : uint32_t { kTile = kKeys * kHead * 2, kHalfTile = kTile / 2, kValueTile = kKeys * kSlice * 2 };
 
 struct Arguments {
@@ -27,7 +27,7 @@ struct Arguments {
   unsigned short *key_cache, *value_cache;    // [pages, page, kv heads, 128] by strides, and as tensor maps
   const int *pages, *lengths;                 // [requests, table_stride], [requests]
   const long long* slots;                     // [requests]: where the new token goes, page * tokens of a page + token; or < 0
-  float *scores, *peaks;                      // [requests, kv heads, group, most_blocks * 128], and a value a block
+  float *scores, *peaks;                      // [requests, kv heads, most_blocks, group, 136]; [.., group, most_blocks]
   unsigned short* out;                        // [requests, heads * 128]
   long long query_stride, key_stride, value_stride, out_stride, page_stride, token_stride, head_stride, table_stride;
   int group, kv_heads, page_shift, most_blocks;  // pages of 2^page_shift tokens, 16 or more
@@ -122,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(128) attention_scores(const __grid_
   __shared__ float warp_peaks[2][4][kMostGroup];
   __shared__ uint64_t full[2];
   dependents_may_start();
-  const int request = blockIdx.z, kv_head = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int request = blockIdx.z, kv_head = blockIdx.y, warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
   const int length = a.lengths[request], blocks = (length + kKeys - 1) / kKeys;
   const int each = (blocks + gridDim.x - 1) / gridDim.x, begin = blockIdx.x * each;
   const int end = begin + each < blocks ? begin + each : blocks;
@@ -141,26 +141,27 @@ extern "C" __global__ void __launch_bounds__(128) attention_scores(const __grid_
   }
   __syncthreads();
 
-  // A copy takes its warp some 40 cycles to ask for, so each warp asks for a quarter: 32 keys, two times 16 on one page.
+  // Each warp asks for a quarter of a block: 32 keys, two times 16 on one page.
   auto ask = [&](int block) {
-    if (block >= end || lane) return;
+    if (block >= end) return;
     const int left = length - block * kKeys, sixteens = left < kKeys ? (left + 15) / 16 : kKeys / 16;
-    const int stage = (block - begin) % 2;
-    if (warp == 0) barrier_expect(&full[stage], sixteens * 16 * kHead * 2);
+    const int stage = (block - begin) % 2, mine = block * kKeys + (2 * warp + lane % 2) * 16;
+    const int my_page = mine < length ? pages[(mine >> a.page_shift) - first_page] : 0;
+    if (warp == 0 && elected()) barrier_expect(&full[stage], sixteens * 16 * kHead * 2);
 #pragma unroll
-    for (int i = 2 * warp; i < 2 * warp + 2; ++i) {
-      const int start = block * kKeys + i * 16;
-      if (i >= sixteens) break;
-      const int page = pages[(start >> a.page_shift) - first_page];
-      load_tokens(base + stage * kTile + i * 2048, keys, 0, start & in_page, kv_head, page, &full[stage]);
-      load_tokens(base + stage * kTile + kHalfTile + i * 2048, keys, 64, start & in_page, kv_head, page, &full[stage]);
+    for (int i = 0; i < 2; ++i) {
+      const int part = 2 * warp + i, token = block * kKeys + part * 16 & in_page, page = __shfl_sync(~0u, my_page, i);
+      if (part < sixteens && elected()) {
+        load_tokens(base + stage * kTile + part * 2048, keys, 0, token, kv_head, page, &full[stage]);
+        load_tokens(base + stage * kTile + kHalfTile + part * 2048, keys, 64, token, kv_head, page, &full[stage]);
+      }
     }
   };
   ask(begin);
   ask(begin + 1);
   wait_for_dependencies();
 
-  const long long row_of_scores = (long long)(request * a.kv_heads + kv_head) * a.group;
+  const long long pair = request * a.kv_heads + kv_head;
   uint32_t q[8][2];
 #pragma unroll
   for (int step = 0; step < 8; ++step) {
@@ -207,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(128) attention_scores(const __grid_
       for (int i = 0; i < 4; ++i) {
         const int row = warp * 32 + half * 16 + i / 2 * 8 + lane / 4, head = lane % 4 * 2 + i % 2;
         const float score = block * kKeys + row < length ? d[half][i] : __int_as_float(0xFF800000);
-        if (head < a.group) a.scores[((row_of_scores + head) * a.most_blocks + block) * kKeys + row] = score;
+        if (head < a.group) a.scores[((pair * a.most_blocks + block) * a.group + head) * kScorePitch + row] = score;
         peak[i % 2] = fmaxf(peak[i % 2], score);
       }
 #pragma unroll
@@ -221,25 +222,42 @@ extern "C" __global__ void __launch_bounds__(128) attention_scores(const __grid_
       float most = warp_peaks[stage][0][threadIdx.x];
 #pragma unroll
       for (int w = 1; w < 4; ++w) most = fmaxf(most, warp_peaks[stage][w][threadIdx.x]);
-      a.peaks[(row_of_scores + threadIdx.x) * a.most_blocks + block] = most;
+      a.peaks[(pair * a.group + threadIdx.x) * a.most_blocks + block] = most;
     }
   }
 }
 
-// 32 of the 128 values of a query group's outputs. Grid (4 slices, kv heads, requests). Warps at work on two blocks of keys
-// at once, in step: two carry the outputs, 16 values each; two make the p of the next two blocks; one adds the sums; four ask
-// for what comes. Lane 4 q + c holds what belongs to query q and sum c.
+// Half a block for `attention_values`: 64 keys by 16 values, and p of 64 keys and 8 queries.
+struct Half {
+  uint32_t v[4][4];
+  Chunk p[2];
+  __device__ __forceinline__ void load(uint32_t values, const unsigned char* weights) {
+#pragma unroll
+    for (int step = 0; step < 4; ++step) load_transposed(values + step * 1024, v[step]);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) p[r] = *reinterpret_cast<const Chunk*>(weights + r * 512);
+  }
+  __device__ __forceinline__ void add_to(float (&out)[4]) const {
+#pragma unroll
+    for (int step = 0; step < 4; ++step)
+      multiply(out, v[step], p[step / 2].words[step % 2 * 2], p[step / 2].words[step % 2 * 2 + 1]);
+  }
+};
+
+// 32 of the 128 values of a query group's outputs. Grid (4 slices, kv heads, requests). Warps at work on pairs of blocks of
+// keys, in step: two carry the outputs of a pair, 16 values each; one adds the sums of the next pair and asks for scores; four make
+// the p of the pair after that; four ask for values. Lane 4 q + c holds what belongs to query q and sum c.
 extern "C" __global__ void __launch_bounds__(kWarps * 32, 2) attention_values(const __grid_constant__ TensorMap,
                                                                   const __grid_constant__ TensorMap values,
                                                                   const __grid_constant__ Arguments a) {
   extern __shared__ unsigned char unaligned[];
   unsigned char* shared = unaligned + (-shared_address(unaligned) & 1023);  // swizzles are of 1024 bytes
-  __shared__ __align__(16) unsigned char packed[2][2][2048];  // p in bf16, of two blocks twice: 16 bytes for 4 x 32 lanes
-  __shared__ __align__(16) unsigned char exact[2][2][4096];   // p in fp32: 16 bytes for 8 x 32 lanes
-  __shared__ __align__(16) float shrinks[2][2][kMostGroup], inverses[kMostGroup];
-  __shared__ uint64_t full[kStages];
+  __shared__ __align__(16) unsigned char packed[3][2][2048];  // p in bf16, of three pairs: 16 bytes for 4 x 32 lanes
+  __shared__ __align__(16) unsigned char exact[2][2][4096];   // p in fp32, of two pairs: 16 bytes for 8 x 32 lanes
+  __shared__ __align__(16) float shrinks[3][2][kMostGroup], inverses[kMostGroup];
+  __shared__ uint64_t full_values[kStages], full_scores[kStages];
   dependents_may_start();
-  const int request = blockIdx.z, kv_head = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int request = blockIdx.z, kv_head = blockIdx.y, warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
   const int length = a.lengths[request], blocks = (length + kKeys - 1) / kKeys, newest = (length - 1) % kKeys;
   const uint32_t base = shared_address(shared), score_bytes = a.group * kScorePitch * 4;
   unsigned char* score_tiles = shared + kStages * kValueTile;
@@ -247,43 +265,45 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 2) attention_values(co
   int* pages = reinterpret_cast<int*>(peaks + a.group * blocks);
   if (length) read_pages(pages, a.pages + request * a.table_stride, 0, (length - 1) >> a.page_shift, kWarps * 32);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; ++i) barrier_init(&full[i], 2);
+    for (int i = 0; i < kStages; ++i) barrier_init(&full_values[i], 1), barrier_init(&full_scores[i], 1);
     barrier_init_fence();
   }
   __syncthreads();
 
-  // Blocks in the order in which they are taken: number i is block blocks - 1 - i. Each loader asks for a quarter of its
-  // values, two times 16 keys, and for the scores of two queries.
-  const long long row_of_scores = (long long)(request * a.kv_heads + kv_head) * a.group;
-  const int quarter = warp - kLoader;
+  // Blocks in the order in which they are taken: number i is block blocks - 1 - i. A loader asks for a quarter of its values,
+  // two times 16 keys.
+  const long long pair = request * a.kv_heads + kv_head;
+  const int loader = warp - kLoader, in_page = (1 << a.page_shift) - 1;
   auto ask_values = [&](int i) {
-    if (i >= blocks || lane) return;
-    const int sixteens = i ? kKeys / 16 : newest / 16 + 1;
-    if (quarter == 0) barrier_expect(&full[i % kStages], sixteens * 16 * kSlice * 2);
+    if (i >= blocks) return;
+    uint64_t* barrier = &full_values[i % kStages];
+    const int sixteens = i ? kKeys / 16 : newest / 16 + 1, first = (blocks - 1 - i) * kKeys;
+    const int mine = first + (2 * loader + lane % 2) * 16, my_page = mine < length ? pages[mine >> a.page_shift] : 0;
+    if (loader == 0 && elected()) barrier_expect(barrier, sixteens * 16 * kSlice * 2);
 #pragma unroll
-    for (int g = 2 * quarter; g < 2 * quarter + 2; ++g) {
-      const int start = (blocks - 1 - i) * kKeys + g * 16;
-      if (g < sixteens)
-        load_tokens(base + i % kStages * kValueTile + g * 1024, values, blockIdx.x * kSlice,
-                    start & ((1 << a.page_shift) - 1), kv_head, pages[start >> a.page_shift], &full[i % kStages]);
+    for (int g = 0; g < 2; ++g) {
+      const int part = 2 * loader + g, page = __shfl_sync(~0u, my_page, g);
+      if (part < sixteens && elected())
+        load_tokens(base + i % kStages * kValueTile + part * 1024, values, blockIdx.x * kSlice, first + part * 16 & in_page,
+                    kv_head, page, barrier);
     }
   };
   auto ask_scores = [&](int i) {
-    if (i >= blocks || lane) return;
-    if (quarter == 0) barrier_expect(&full[i % kStages], a.group * kKeys * 4);
-#pragma unroll
-    for (int q = quarter; q < kMostGroup; q += 4)
-      if (q < a.group)
-        load_bytes(shared_address(score_tiles) + i % kStages * score_bytes + q * kScorePitch * 4,
-                   a.scores + ((row_of_scores + q) * a.most_blocks + blocks - 1 - i) * kKeys, kKeys * 4, &full[i % kStages]);
+    if (i < blocks && elected()) {
+      barrier_expect(&full_scores[i % kStages], score_bytes);
+      load_bytes(shared_address(score_tiles) + i % kStages * score_bytes,
+                 a.scores + (pair * a.most_blocks + blocks - 1 - i) * a.group * kScorePitch, score_bytes,
+                 &full_scores[i % kStages]);
+    }
   };
-  if (warp >= kLoader)
+  if (loader >= 0)
     for (int i = 0; i < kStages; ++i) ask_values(i);
   wait_for_dependencies();
-  if (warp >= kLoader) {
+  if (warp == kAdder)
     for (int i = 0; i < kStages; ++i) ask_scores(i);
-    if (blocks && quarter == 0) {  // the new token's value comes from its own tensor, and there is nothing behind it
-      barrier_wait(&full[0], 0);
+  if (loader >= 0) {
+    if (blocks && loader == 0) {  // the new token's value comes from its own tensor, and there is nothing behind it
+      barrier_wait(&full_values[0], 0);
       for (int row = newest + lane / 4; row < kKeys; row += 8) {
         Chunk chunk = {};
         if (row == newest)
@@ -298,7 +318,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 2) attention_values(co
       float so_far = __int_as_float(0xFF800000);
       for (int first = 0; first < blocks; first += 32) {
         const int i = first + lane;
-        float peak = i < blocks ? a.peaks[(row_of_scores + q) * a.most_blocks + blocks - 1 - i] : so_far;
+        float peak = i < blocks ? a.peaks[(pair * a.group + q) * a.most_blocks + blocks - 1 - i] : so_far;
 #pragma unroll
         for (int distance = 1; distance < 32; distance *= 2) {
           const float other = __shfl_up_sync(~0u, peak, distance);
@@ -317,78 +337,92 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 2) attention_values(co
   const float* my_peaks = peaks + query * blocks;
   const float none = __int_as_float(0xFF800000), extinct = lane / 4 < a.group ? 0.0f : none;
   const unsigned char* my_scores = score_tiles + (query * kScorePitch + mine * 2) * 4;
-  auto weigh = [&](int i, int buffer, int which) {
+  const int which = (warp - kWeigher) / 2, half = (warp - kWeigher) % 2;  // what a weigher does of a pair
+  auto weigh = [&](int n) {
+    const int i = 2 * n + which;
     if (i >= blocks) return;
     const float most = my_peaks[i];
     const float shrink = i ? power_of_two(flush_multiply(flush_add(my_peaks[i - 1], -most), a.scale)) : 1.0f;
     const float offset = extinct - (i == 0 && most == none ? 0.0f : flush_multiply(most, a.scale));
-    const unsigned char* scores = my_scores + i % kStages * score_bytes;
-    barrier_wait(&full[i % kStages], i / kStages % 2);
+    const unsigned char* scores = my_scores + i % kStages * score_bytes + half * 256;
+    unsigned char *to_packed = packed[n % 3][which] + (half * 64 + lane) * 16, *to_exact = exact[n % 2][which] + (half * 128 + lane) * 16;
+    if (mine == 0 && half == 0) shrinks[n % 3][which][lane / 4] = shrink;
+    barrier_wait(&full_scores[i % kStages], i / kStages % 2);
+    float p[16];
 #pragma unroll
-    for (int r = 0; r < 4; ++r) {
-      uint32_t words[4];
-      float p[8];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float2 two = *reinterpret_cast<const float2*>(scores + (4 * r + j) * 32);
-        p[2 * j] = power_of_two(flush_fma(two.x, a.scale, offset));
-        p[2 * j + 1] = power_of_two(flush_fma(two.y, a.scale, offset));
-        words[j] = pack(p[2 * j], p[2 * j + 1]);
-      }
-      *reinterpret_cast<Chunk*>(packed[buffer][which] + (r * 32 + lane) * 16) = {words[0], words[1], words[2], words[3]};
-      *reinterpret_cast<float4*>(exact[buffer][which] + (2 * r * 32 + lane) * 16) = {p[0], p[1], p[2], p[3]};
-      *reinterpret_cast<float4*>(exact[buffer][which] + ((2 * r + 1) * 32 + lane) * 16) = {p[4], p[5], p[6], p[7]};
+    for (int j = 0; j < 8; ++j) {
+      const float2 two = *reinterpret_cast<const float2*>(scores + j * 32);
+      p[2 * j] = two.x, p[2 * j + 1] = two.y;
     }
-    if (mine == 0) shrinks[buffer][which][lane / 4] = shrink;
+#pragma unroll
+    for (int j = 0; j < 16; ++j) p[j] = power_of_two(flush_fma(p[j], a.scale, offset));
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float* of = p + 8 * r;
+      *reinterpret_cast<Chunk*>(to_packed + r * 512) = {pack(of[0], of[1]), pack(of[2], of[3]), pack(of[4], of[5]), pack(of[6], of[7])};
+      *reinterpret_cast<float4*>(to_exact + 2 * r * 512) = {of[0], of[1], of[2], of[3]};
+      *reinterpret_cast<float4*>(to_exact + (2 * r + 1) * 512) = {of[4], of[5], of[6], of[7]};
+    }
   };
-
-  const bool weighs = warp >= kWeigher && warp < kAdder;
-  if (weighs) weigh(warp - kWeigher, 0, warp - kWeigher);
+  float sum = 0.0f;
+  auto add = [&](int n) {
+#pragma unroll
+    for (int b = 0; b < 2; ++b) {
+      if (2 * n + b >= blocks) return;
+      const float shrink = shrinks[n % 3][b][lane / 4];
+      float4 p[8];
+#pragma unroll
+      for (int r = 0; r < 8; ++r) p[r] = *reinterpret_cast<const float4*>(exact[n % 2][b] + (r * 32 + lane) * 16);
+#pragma unroll
+      for (int r = 0; r < 8; ++r) {
+        sum = r ? flush_add(sum, p[r].x) : flush_fma(sum, shrink, p[r].x);
+        sum = flush_add(flush_add(flush_add(sum, p[r].y), p[r].z), p[r].w);
+      }
+    }
+  };
+  const bool weighs = warp >= kWeigher && warp < kLoader;
+  if (weighs) weigh(0);
   __syncthreads();
-  float out[4] = {}, sum = 0.0f;
-  const uint32_t read = value_offset(lane / 16 * 8 + lane % 8, warp % 2 * 2 + lane / 8 % 2);  // for `ldmatrix`
-  for (int i = 0, buffer = 0; i < blocks; i += 2, buffer ^= 1) {
-    if (warp < kWeigher) {
+  if (weighs) weigh(1);
+  if (warp == kAdder) ask_scores(kStages), ask_scores(kStages + 1), add(0);
+  __syncthreads();
+
+  float out[4] = {};
+  Half first, second;  // of the block at hand; halves are loaded while the one before them is taken
+  const uint32_t my_values = base + value_offset(lane / 16 * 8 + lane % 8, warp % 2 * 2 + lane / 8 % 2);  // for `ldmatrix`
+  auto load_half = [&](Half& to, int i, int h) {
+    to.load(my_values + i % kStages * kValueTile + h * 4096, packed[i / 2 % 3][i % 2] + (h * 64 + lane) * 16);
+  };
+  if (warp < kAdder && blocks) {
+    barrier_wait(&full_values[0], 0);
+    load_half(first, 0, 0);
+  }
+  for (int i = 0; i < blocks; i += 2) {
+    if (warp < kAdder) {
 #pragma unroll
-      for (int which = 0; which < 2; ++which) {
-        if (i + which >= blocks) break;
-        const int stage = (i + which) % kStages;
-        barrier_wait(&full[stage], (i + which) / kStages % 2);
-        const float2 shrink = *reinterpret_cast<const float2*>(&shrinks[buffer][which][2 * mine]);
-        uint32_t v[8][4];
-        Chunk p[4];
-#pragma unroll
-        for (int r = 0; r < 4; ++r) p[r] = *reinterpret_cast<const Chunk*>(packed[buffer][which] + (r * 32 + lane) * 16);
-#pragma unroll
-        for (int step = 0; step < 8; ++step) load_transposed(base + stage * kValueTile + read + step * 1024, v[step]);
+      for (int b = 0; b < 2; ++b) {
+        if (i + b >= blocks) break;
+        const float2 shrink = *reinterpret_cast<const float2*>(&shrinks[i / 2 % 3][b][2 * mine]);
+        load_half(second, i + b, 1);
         out[0] = flush_multiply(out[0], shrink.x), out[1] = flush_multiply(out[1], shrink.y);
         out[2] = flush_multiply(out[2], shrink.x), out[3] = flush_multiply(out[3], shrink.y);
-#pragma unroll
-        for (int step = 0; step < 8; ++step)
-          multiply(out, v[step], p[step / 2].words[step % 2 * 2], p[step / 2].words[step % 2 * 2 + 1]);
+        first.add_to(out);
+        const int next = i + b + 1;
+        if (next < blocks) {
+          barrier_wait(&full_values[next % kStages], next / kStages % 2);
+          load_half(first, next, 0);
+        }
+        second.add_to(out);
       }
     } else if (weighs) {
-      weigh(i + warp, buffer ^ 1, warp - kWeigher);  // i + 2, i + 3
+      weigh(i / 2 + 2);
     } else if (warp == kAdder) {
-#pragma unroll
-      for (int which = 0; which < 2; ++which) {
-        if (i + which >= blocks) break;
-        const float shrink = shrinks[buffer][which][lane / 4];
-        float4 p[8];
-#pragma unroll
-        for (int r = 0; r < 8; ++r) p[r] = *reinterpret_cast<const float4*>(exact[buffer][which] + (r * 32 + lane) * 16);
-#pragma unroll
-        for (int r = 0; r < 8; ++r) {
-          sum = r ? flush_add(sum, p[r].x) : flush_fma(sum, shrink, p[r].x);
-          sum = flush_add(flush_add(flush_add(sum, p[r].y), p[r].z), p[r].w);
-        }
-      }
+      ask_scores(i + 2 + kStages);  // where two have been weighed
+      ask_scores(i + 3 + kStages);
+      add(i / 2 + 1);
     } else if (i) {
-#pragma unroll
-      for (int which = 0; which < 2; ++which) {  // where two blocks have been taken
-        ask_values(i - 2 + which + kStages);
-        ask_scores(i - 2 + which + kStages);
-      }
+      ask_values(i - 2 + kStages);  // where two have been taken
+      ask_values(i - 1 + kStages);
     }
     __syncthreads();
   }
@@ -398,7 +432,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 2) attention_values(co
     if (mine == 0) inverses[lane / 4] = sum == 0.0f || sum != sum ? 0.0f : reciprocal(sum);
   }
   __syncthreads();
-  if (warp < kWeigher) {
+  if (warp < kAdder) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int head = mine * 2 + i % 2;
