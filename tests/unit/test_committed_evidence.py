@@ -153,14 +153,23 @@ def test_twenty_planted_faults_are_named_in_each_arm_and_no_unchanged_run_is_acc
 
 
 def test_no_element_of_an_admitted_product_differs_on_a_card_and_what_serves_is_faster_than_cublas() -> None:
-    """What is missed is named in docs/kernel-log.md: the bandwidth of weights of 50 to 80 MB, one product at 0.8995."""
+    """What is missed is named in docs/kernel-log.md: the bandwidth of two weights of 50 MB."""
     document = GEMM.read(EVIDENCE / "h200" / "gemm.json")
     assert {row["differ"] for row in document["bits"]} == {0} and min(row["of"] for row in document["bits"]) > 10**7
     shapes = {shape for shapes in gemm.SHAPES.values() for shape in shapes}
     assert {(row["n"], row["k"], row["m"]) for row in document["rows"]} == {(*s, m) for s in shapes for m in gemm.ROWS}
     assert {(row["n"], row["k"]) for row in document["bits"]} == shapes
     found = gemm.summary(document)
-    assert found["geometric mean"] >= 1.05
+    assert found["geometric mean"] >= 1.05 and found["worst"] >= 0.90
+    slow = {
+        (row["n"], row["k"])
+        for row in document["rows"]
+        if row["m"] <= 16 and (size := row["n"] * row["k"] * 2) >= gemm.LARGE
+        if size / row["microseconds"][row["served"]] / 1e6 < 0.85 * document["copy_tb_s"]
+    }
+    assert slow == {(6144, 4096), (12_288, 2048)}
+    chosen = [row["microseconds"]["skinny"] / min(row["widths"].values()) for row in document["rows"]]
+    assert max(chosen) < 1.15 and sum(chosen) / len(chosen) < 1.02
     recorded = {pathlib.PurePath(library.file).name: library.sha256 for library in native.load_native()[1]}
     assert all(recorded[name] == digest for name, digest in document["libraries"].items())
 
@@ -173,15 +182,11 @@ def test_no_element_of_an_operator_differs_on_a_card() -> None:
 
 
 def test_engines_on_a_card_reach_what_they_must_but_for_what_is_named_here() -> None:
-    """docs/kernel-log.md says what limits the one that is missed; with 16 and 64 long requests nothing was measured."""
+    """docs/kernel-log.md says what is known of the one that is missed."""
     documents = [ENGINES.read(file) for file in sorted((EVIDENCE / "h200").glob("engines-*.json"))]
     assert missed_engines(documents) == [
-        "1 x 8192 tokens, 1024 more, bi1: 0.940 of unpatched0, must be ≥ 0.95",
-        "bi1 is of 2 wheels",
-        "unpatched0 and bi0: what they say alone is not compared",
-        "unpatched1 and first: what they say together is not compared",
-        "unpatched1 and first: what they say alone is not compared",
-        "16 x 8192 tokens, 1024 more, bi1: is not measured",
+        "unpatched1 and first: 781 tokens and logprobs differ together",
+        "unpatched1 and first: 781 tokens and logprobs differ alone",
         "64 x 8192 tokens, 1024 more, bi1: is not measured",
     ]
 

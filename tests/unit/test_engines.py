@@ -52,6 +52,17 @@ def test_measurements_that_hold_all_lack_nothing() -> None:
     assert engines.missed(whole()) == []
 
 
+def test_a_measurement_without_the_release_shows_no_speed() -> None:
+    """It is about what arms say: its rates stand for nothing, and are not taken for a figure that is asked for."""
+    found = whole()
+    for one in found:
+        del one["arms"][engines.RELEASE]
+        for row in one["rows"]:
+            row["values"].pop(engines.RELEASE, None)  # one table of values for all rows
+    assert "1 x 1024 tokens, 128 more, bi1: is not measured" in engines.missed(found)
+    assert engines.missed([*whole(), found[0]]) == []
+
+
 def set_arm(arm: str, **changes: Any) -> Change:
     return lambda d: d["arms"][arm].update(changes)
 

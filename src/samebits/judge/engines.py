@@ -69,8 +69,8 @@ def missed(documents: Sequence[Mapping[str, Any]]) -> list[str]:
             found.append(f"{document['rounds']} rounds, fewer than {LEAST_ROUNDS}")
         found += _wrong_arms(document["arms"])
         for row in document["rows"]:
-            if (case := case_of(row)) not in MUST:
-                continue
+            if (case := case_of(row)) not in MUST or RELEASE not in document["arms"]:
+                continue  # without the release it is about what arms say, not how fast
             values = row["values"]
             if RELEASE not in values or {len(one) for one in values.values()} != {document["rounds"]}:
                 found.append(f"{name(case)}: is not one number a round and arm, {RELEASE} among them")

@@ -72,7 +72,8 @@ def render_card(folder: Path) -> str:
     if wrong := missed_operators(operators):
         raise TableError(f"{folder / 'operators.json'} is not what it must be: {'; '.join(wrong[:3])}; make it again")
     documents = [measurement.ENGINES.read(file) for file in sorted(folder.glob("engines-*.json"))]
-    rows = {engines.case_of(row): row for document in documents for row in document["rows"]}
+    timed = [document for document in documents if engines.RELEASE in document["arms"]]
+    rows = {engines.case_of(row): row for document in timed for row in document["rows"]}
     title = f"{engines.MODEL} on one {operators['card']['name']}, tokens/s"
     said = [f"| {title} | vLLM, BI=0 | first commit ÷ that | BI=1 ÷ that | must be |", "|---|---|---|---|---|"]
     for case, must in engines.MUST.items():
