@@ -178,7 +178,11 @@ def test_every_shape_that_is_measured_is_of_a_model() -> None:
         )
 
 
-def test_the_commands_on_record_are_of_this_repository() -> None:
+def test_the_commands_on_record_are_of_this_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_DETERMINISTIC", raising=False)
     words = card._command("8B", [card.Arm("a", 0, ROOT)], [card.Case(8, 8, 1)], 3, True, True)
     assert words[:3] == ["samebits", "bench", "engine"] and words[-2:] == ["--eager", "--apart"]
     assert str(ROOT) not in " ".join(words)
+    monkeypatch.setenv("TORCHINDUCTOR_DETERMINISTIC", "1")
+    chosen = card._command("8B", [card.Arm("a", 0, ROOT)], [card.Case(8, 8, 1)], 3, True, True)
+    assert chosen == ["TORCHINDUCTOR_DETERMINISTIC=1", *words]

@@ -29,6 +29,7 @@ from .engine import FIXED
 from .turns import Child, spread, take_turns
 
 RELEASE = "release"
+CHOICES = ("TORCHINDUCTOR_DETERMINISTIC",)  # of a person's environment, that decide on bits: on record with the command
 Say = Callable[[str], None]
 
 
@@ -236,7 +237,8 @@ def _tree(arm: Arm) -> dict[str, str]:
 def _command(
     model: str, arms: Sequence[Arm], cases: Sequence[Case], rounds: int, eager: bool, apart: bool
 ) -> list[str]:
-    words = ["samebits", "bench", "engine", "--model", model]
+    chosen = [f"{switch}={os.environ[switch]}" for switch in CHOICES if switch in os.environ]
+    words = [*chosen, "samebits", "bench", "engine", "--model", model]
     for arm in arms:
         words += ["--arm", f"{arm.name}={arm.bi}" + (f"@{arm.tree.name}" if arm.tree else "")]
     for case in cases:
