@@ -21,6 +21,7 @@ def document(cases: list[engines.Case]) -> dict[str, Any]:
             "tree": OURS,
             "vllm": "0.26.0",
             "admitted": {"4096x4096-bf16": {}},
+            "shared": {"tokens": 0, "logprobs": 0, "of": 9},
         }
         for name in ratio
     }
@@ -67,6 +68,14 @@ def set_arm(arm: str, **changes: Any) -> Change:
     return lambda d: d["arms"][arm].update(changes)
 
 
+def without(arm: str) -> Change:
+    def change(document: dict[str, Any]) -> None:
+        del document["arms"][arm]
+        document["rows"][0]["values"].pop(arm)  # one table of values for all rows
+
+    return change
+
+
 def set_ratio(arm: str, ratio: float) -> Change:
     return lambda d: d["rows"][0]["values"].update({arm: [v * ratio for v in d["rows"][0]["values"][engines.RELEASE]]})
 
@@ -75,12 +84,19 @@ def set_ratio(arm: str, ratio: float) -> Change:
     ("change", "text"),
     [
         (lambda d: d["rows"].pop(0), "1 x 1024 tokens, 128 more, bi1: is not measured"),
-        (lambda d: d["rows"][0]["values"].pop("first"), "1 x 1024 tokens, 128 more, first: is not measured"),
+        (lambda d: d["rows"][0]["values"].pop("first"), "is not one number a round and arm"),
+        (without("first"), "1 x 1024 tokens, 128 more, first: is not measured"),
         (lambda d: d["rows"][0]["values"].pop(engines.RELEASE), "is not one number a round and arm"),
         (lambda d: d["rows"][0]["values"]["bi1"].pop(), "is not one number a round and arm"),
         (lambda d: d.update(rounds=2), "2 rounds, fewer than 3"),
         (lambda d: d.update(eager=True), "is none of Qwen3-8B, compiled"),
         (lambda d: d["model"].update(name="Qwen3-0.6B"), "is none of Qwen3-8B, compiled"),
+        (
+            set_arm("bi1", shared={"tokens": 1, "logprobs": 2, "of": 9}),
+            "3 tokens and logprobs differ together from alone",
+        ),
+        (lambda d: d["arms"]["bi1"].pop("shared"), "says together is not compared with what it says alone"),
+        (lambda d: d["rows"][0]["values"].pop("unpatched1"), "is not one number a round and arm"),
         (set_ratio("bi1", 1.019), "bi1: 1.019 of unpatched0, must be ≥ 1.02"),
         (set_ratio("first", 0.969), "first: 0.969 of unpatched0, must be ≥ 0.97"),
         (set_ratio("bi0", 0.989), "bi0: 0.989 of unpatched0, must be ≥ 0.99"),

@@ -197,7 +197,15 @@ def measure(
         model={"name": f"Qwen3-{model}", **vars(geometry)},
         eager=eager,
         rounds=rounds,
-        arms={arm.name: {"bi": arm.bi, "tree": trees[arm.name], **ready[arm.name]} for arm in arms},
+        arms={
+            arm.name: {
+                "bi": arm.bi,
+                "tree": trees[arm.name],
+                "shared": _differ(said[arm.name]["together"], said[arm.name]["alone"]),
+                **ready[arm.name],
+            }
+            for arm in arms
+        },
         rows=[
             {
                 "case": vars(case),
@@ -249,12 +257,15 @@ def _command(
 def _compared(a: str, of_a: Mapping[str, Any], b: str, of_b: Mapping[str, Any]) -> dict[str, Any]:
     """How many tokens, and bits of logprobs, of the fixed requests differ between two arms, together and alone."""
 
-    def differ(how: str) -> dict[str, int]:
-        tokens = sum(x != y for x, y in zip(of_a[how]["tokens"], of_b[how]["tokens"], strict=True))
-        pairs = list(zip(of_a[how]["bits"], of_b[how]["bits"], strict=True))
-        return {"tokens": tokens, "logprobs": sum(x != y for x, y in pairs), "of": len(pairs)}
+    together, alone = (_differ(of_a[how], of_b[how]) for how in ("together", "alone"))
+    return {"pair": [a, b], **together, "alone": alone}
 
-    return {"pair": [a, b], **differ("together"), "alone": differ("alone")}
+
+def _differ(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, int]:
+    """How many tokens, and bits of logprobs, differ between two answers to the fixed requests."""
+    tokens = sum(x != y for x, y in zip(one["tokens"], other["tokens"], strict=True))
+    pairs = list(zip(one["bits"], other["bits"], strict=True))
+    return {"tokens": tokens, "logprobs": sum(x != y for x, y in pairs), "of": len(pairs)}
 
 
 def ratios(row: Mapping[str, Any], arm: str, base: str) -> list[float]:

@@ -122,7 +122,7 @@ def _bits(say: Callable[[str], None]) -> list[dict[str, Any]]:
     found = []
     for n, k in sorted({shape for shapes in SHAPES.values() for shape in shapes}):
         say(f"bits of ({n}, {k})")
-        counted = {"cublaslt": Counted(), "skinny": Counted()}
+        counted = {"cublaslt": Counted(), "skinny": Counted(), "vllm": Counted()}
         for kind in KINDS:
             _compare(n, k, kind, **counted)
         for name, one in counted.items():
@@ -130,9 +130,9 @@ def _bits(say: Callable[[str], None]) -> list[dict[str, Any]]:
     return found
 
 
-def _compare(n: int, k: int, kind: str, cublaslt: Counted, skinny: Counted) -> None:
+def _compare(n: int, k: int, kind: str, cublaslt: Counted, skinny: Counted, vllm: Counted) -> None:
     import torch
-    from vllm.model_executor.layers import batch_invariant_sm90
+    from vllm.model_executor.layers import batch_invariant, batch_invariant_sm90
 
     operators = torch.ops.batch_invariant
     x, weight = _inputs(kind, EVERY, n, k)
@@ -140,6 +140,8 @@ def _compare(n: int, k: int, kind: str, cublaslt: Counted, skinny: Counted) -> N
     thorough = kind == "normal" and n < 100_000
     for m in [*range(1, EVERY + 1, 1 if thorough else 37), EVERY]:
         cublaslt.compare(operators.cublaslt_gemm(x[:m], weight), reference[:m])
+    for m in range(1, EVERY + 1, 37):
+        vllm.compare(batch_invariant.matmul_persistent(x[:m], weight.t()), reference[:m])
     for m in range(1, batch_invariant_sm90.MOST_ROWS + 1, 1 if kind == "normal" else 7):
         for width in batch_invariant_sm90.WIDTHS:
             skinny.compare(operators.skinny_gemm(x[:m], weight, None, False, width), reference[:m])

@@ -37,6 +37,8 @@ MUST: dict[Case, dict[str, tuple[Bound, ...]]] = {
     (8192, 1024, 64): _at_least(bi1=0.98),
 }
 
+# The arm that says of each request in shared steps what it says of it alone.
+INVARIANT = "bi1"
 # Arms that say the same bits: of each request alone, and of requests that share steps where that does not matter.
 SAY_THE_SAME = {(RELEASE, "bi0"): ("alone",), ("unpatched1", "first"): ("together", "alone")}
 
@@ -69,12 +71,14 @@ def missed(documents: Sequence[Mapping[str, Any]]) -> list[str]:
             found.append(f"{document['rounds']} rounds, fewer than {LEAST_ROUNDS}")
         found += _wrong_arms(document["arms"])
         for row in document["rows"]:
-            if (case := case_of(row)) not in MUST or RELEASE not in document["arms"]:
-                continue  # without the release it is about what arms say, not how fast
-            values = row["values"]
-            if RELEASE not in values or {len(one) for one in values.values()} != {document["rounds"]}:
-                found.append(f"{name(case)}: is not one number a round and arm, {RELEASE} among them")
+            if (case := case_of(row)) not in MUST:
                 continue
+            values = row["values"]
+            if set(values) != set(document["arms"]) or {len(one) for one in values.values()} != {document["rounds"]}:
+                found.append(f"{name(case)}: is not one number a round and arm")
+                continue
+            if RELEASE not in values:
+                continue  # it is about what arms say, not how fast
             for arm in (arm for arm in MUST[case] if arm in values):
                 seen[case].add(arm)
                 found += _broken(case, arm, ratios(row, arm))
@@ -116,6 +120,12 @@ def _of_several_wheels(documents: Sequence[Mapping[str, Any]]) -> list[str]:
 def _apart(documents: Sequence[Mapping[str, Any]]) -> list[str]:
     """What arms that must say the same did not say the same, or were not asked."""
     found = []
+    shared = [document["arms"][INVARIANT].get("shared") for document in documents if INVARIANT in document["arms"]]
+    if not shared or None in shared:
+        found.append(f"{INVARIANT}: what it says together is not compared with what it says alone")
+    for count in filter(None, shared):
+        if differ := count["tokens"] + count["logprobs"]:
+            found.append(f"{INVARIANT}: {differ} tokens and logprobs differ together from alone")
     for (a, b), ways in SAY_THE_SAME.items():
         said = [one for document in documents for one in document["said"] if set(one["pair"]) == {a, b}]
         for how in ways:
