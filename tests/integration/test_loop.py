@@ -18,7 +18,7 @@ from runs import rewrite
 from samebits.evidence.capsule import Capsule, read_capsule
 from samebits.judge import judge_run, read_bounds, rejudge
 from samebits.probe import rounding
-from samebits.recipe import arms, launch
+from samebits.recipe import arms, launch, process
 
 GROUPS, SAMPLES = 8, 8 * 8  # of `REDUCED`
 
@@ -184,3 +184,19 @@ def test_one_flipped_bit_in_one_weight_of_the_rollout_is_caught_at_once(
     assert (sync["unequal"], sync["fresh_unequal"]) == (1, 0)
     assert {c["path"]: c["mismatched"] > 0 for c in found["compares"]} == {"recompute": True, "actor": True}
     assert found["updates"][0]["grad_norm"] > 0
+
+
+@pytest.mark.evidence
+def test_a_strict_run_ends_at_the_first_step_in_which_a_bit_differs(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It names the token, and the capsule that holds it is there for whoever looks."""
+    monkeypatch.setenv("PYTHONPATH", str(pathlib.Path(__file__).parent))
+    kwargs = "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls"
+    planted = {**REDUCED, f"+{kwargs}": "planted_faults.OneFlippedBit", "trainer.verify": "strict"}
+    with pytest.raises(
+        process.RunFailed, match=r"step 1: \d+ of \d+ logprobs of rollout and recompute differ; the first is"
+    ):
+        launch.run_rl(1, 2, tmp_path / "run", planted)
+    capsules = [path.name for path in (tmp_path / "run" / "capsules").iterdir()]
+    assert "step-0001" in capsules and "step-0002" not in capsules

@@ -232,7 +232,20 @@ def test_a_step_is_recorded_by_the_index_of_each_sample(
     update = {"parameters": 4, "changed_parameters": 4, "masters": 4, "changed_masters": 1, "grad_norm": 1.0}
     update |= {"update_square_sum": 16.0, "learning_rate": 1e-4}
     seen = [(torch.tensor(taken[:2]), torch.stack(padded[:2])), (torch.tensor(taken[2:]), torch.stack(padded[2:]))]
-    trainer._record_step(batch, [{"log_probs": seen, "updates": [update]}])
+    tensors = trainer._record_step(batch, [{"log_probs": seen, "updates": [update]}])
+    trainer._verify = "observe"
+    assert trainer._verify_step(tensors) == {
+        "training/rollout_bits_compared": 9.0,
+        "training/rollout_recompute_bits_differ": 9.0,
+        "training/rollout_actor_bits_differ": 9.0,
+    }
+    trainer._verify = "strict"
+    with pytest.raises(
+        RuntimeError, match=r"step 1: 9 of 9 .* recompute differ; the first is of sample 0, token 0 \(id 2\)"
+    ):
+        trainer._verify_step(tensors)
+    with pytest.raises(RuntimeError, match="took 1 of 3 samples; none may be skipped"):
+        trainer._record_step(batch, [{"log_probs": seen[:1], "updates": [update]}])
 
     capsule = read_capsule(tmp_path / "step-0001")
     read = {name: tensor.read() for name, tensor in capsule.tensors.items()}
@@ -247,6 +260,46 @@ def test_a_step_is_recorded_by_the_index_of_each_sample(
     assert capsule.meta["update"]["update_rms"] == 2.0
 
 
+# --- the comparison of each step
+
+
+@given(st.integers(1, 4), st.integers(1, 6), st.data())
+def test_a_bit_of_a_valid_token_is_found_where_it_is(rows: int, tokens: int, data: st.DataObject) -> None:
+    """And nothing else is: no token that is not valid, and no value that is only written another way."""
+    valid = torch.tensor(data.draw(st.lists(st.booleans(), min_size=rows * tokens, max_size=rows * tokens)))
+    valid = valid.view(rows, tokens)
+    rollout = -torch.rand(rows, tokens)
+    if not valid.any():
+        with pytest.raises(ValueError, match="nothing was compared"):
+            log_prob_record.differing_bits(valid, rollout, rollout.clone())
+        return
+    assert not len(log_prob_record.differing_bits(valid, rollout, rollout.clone()))
+    flipped = rollout.clone()
+    row, column = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, tokens - 1))
+    flipped.view(torch.int32)[row, column] ^= 1
+    found = log_prob_record.differing_bits(valid, rollout, flipped).tolist()
+    assert found == ([[row, column]] if valid[row, column] else [])
+    zeros = torch.zeros(rows, tokens)
+    assert len(log_prob_record.differing_bits(valid, zeros, -zeros)) == int(valid.sum())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_logprob_that_is_no_number_is_no_comparison(value: float, side: int) -> None:
+    valid, both = torch.tensor([[True, True]]), [-torch.ones(1, 2), -torch.ones(1, 2)]
+    both[side][0, 1] = value
+    with pytest.raises(ValueError, match="sample 0, token 1"):
+        log_prob_record.differing_bits(valid, *both)
+    log_prob_record.differing_bits(torch.tensor([[True, False]]), *both)
+    with pytest.raises(ValueError, match="cannot be compared"):
+        log_prob_record.differing_bits(valid, both[0], both[0].bfloat16())
+
+
+def test_what_a_difference_is_must_be_said() -> None:
+    with pytest.raises(ValueError, match=r"trainer\.verify=maybe: set it to observe or to strict"):
+        PPOTrainerSyncRecorded(recorded_config(trainer__verify="maybe"))
+
+
 # --- what a recorded run refuses
 
 
@@ -256,6 +309,7 @@ def recorded_config(**changes: object) -> object:
             "algorithm": {"rollout_correction": {"bypass_mode": False}},
             "actor_rollout_ref": {"actor": {"ppo_epochs": 1, "ppo_mini_batch_size": 16}},
             "data": {"train_batch_size": 16},
+            "trainer": {},
         }
     )
     for key, value in changes.items():

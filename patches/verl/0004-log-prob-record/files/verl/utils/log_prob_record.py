@@ -66,6 +66,27 @@ def contract_name() -> str | None:
     return str(operators.contract()) if hasattr(operators, "contract") else None
 
 
+def differing_bits(valid: torch.Tensor, rollout: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Where two paths' logprobs (rows, tokens) of the same valid tokens have other bits, as (count, 2) of row and column.
+
+    Bits and never values: the ratio of two logprobs that differ in the last place is 1 in fp32.
+
+    Raises:
+        ValueError: dtypes that differ, no valid token, or one whose logprob is no number: that is no comparison.
+    """
+    if rollout.dtype != other.dtype:
+        raise ValueError(f"one path says {rollout.dtype} and the other {other.dtype}; their bits cannot be compared")
+    if not valid.any():
+        raise ValueError("no token is valid; nothing was compared")
+    for name, values in (("rollout", rollout), ("other path", other)):
+        wrong = (valid & ~values.isfinite()).nonzero()
+        if len(wrong):
+            row, column = wrong[0].tolist()
+            raise ValueError(f"the {name} says {float(values[row, column])} for sample {row}, token {column}")
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[rollout.element_size()]
+    return (valid & (rollout.view(bits) != other.view(bits))).nonzero()
+
+
 def right_padded(rows: Iterable[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """Stacks vectors of different lengths into (rows, longest), zeros on the right."""
     return torch.nn.utils.rnn.pad_sequence([row.to(dtype) for row in rows], batch_first=True)

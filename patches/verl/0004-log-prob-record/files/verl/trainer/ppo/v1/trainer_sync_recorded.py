@@ -18,14 +18,20 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils import tensordict_utils as tu
-from verl.utils.log_prob_record import right_padded, write_capsule
+from verl.utils.log_prob_record import differing_bits, right_padded, write_capsule
 from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.recording_workers import RecordingActorRolloutRefWorker
 
 
 @register_trainer("sync_recorded")
 class PPOTrainerSyncRecorded(PPOTrainerSync):
-    """Config, under ``trainer.record``:
+    """Each step both paths are compared with the rollout, bit for bit, and the logger gets
+    ``training/rollout_recompute_bits_differ``, ``training/rollout_actor_bits_differ`` and
+    ``training/rollout_bits_compared``. A step without a comparison, or with a logprob that is no number, is an error.
+    ``trainer.verify`` says what a difference is: ``observe``, a figure; ``strict``, the end of the run, whose capsule
+    is written and whose first differing token is named.
+
+    Config, under ``trainer.record``:
 
     dir: output folder; capsules go to ``dir/capsules``.
     execution: JSON file with the identity of the run, copied into every capsule.
@@ -35,6 +41,9 @@ class PPOTrainerSyncRecorded(PPOTrainerSync):
     """
 
     def __init__(self, config: DictConfig):
+        self._verify = str(config.trainer.get("verify", "observe"))
+        if self._verify not in ("observe", "strict"):
+            raise ValueError(f"trainer.verify={self._verify}: set it to observe or to strict")
         self._bypass = bool((config.algorithm.get("rollout_correction") or {}).get("bypass_mode", False))
         if self._bypass:
             raise ValueError(
@@ -85,10 +94,32 @@ class PPOTrainerSyncRecorded(PPOTrainerSync):
         index = tu.get_tensordict({"record_index": torch.arange(count)})
         batch = tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=index)
         batch = super()._update_actor(batch, metrics)
-        self._record_step(batch, self.actor_rollout_wg.take_update_record())
+        tensors = self._record_step(batch, self.actor_rollout_wg.take_update_record())
+        metrics.update(self._verify_step(tensors))
         return batch
 
-    def _record_step(self, batch: KVBatchMeta, ranks: list[dict[str, Any]]) -> None:
+    def _verify_step(self, tensors: dict[str, torch.Tensor]) -> dict[str, float]:
+        """Compares a step's three logprobs of each valid token; the figures for the logger."""
+        valid, step = tensors["valid"], self.global_steps
+        figures = {"training/rollout_bits_compared": float(valid.sum())}
+        for path in ("recompute", "actor"):
+            try:
+                differ = differing_bits(valid, tensors["rollout"], tensors[path])
+            except ValueError as error:
+                raise RuntimeError(f"step {step}, rollout and {path}: {error}") from error
+            figures[f"training/rollout_{path}_bits_differ"] = float(len(differ))
+            if len(differ) and self._verify == "strict":
+                row, column = differ[0].tolist()
+                token = int(tensors["responses"][row, column])
+                said = (float(tensors[name][row, column]).hex() for name in ("rollout", path))
+                raise RuntimeError(
+                    f"step {step}: {len(differ)} of {int(valid.sum())} logprobs of rollout and {path} differ; the first is "
+                    f"of sample {row}, token {column} (id {token}): {' and '.join(said)}. All of them are in "
+                    f"{self._capsules.name}/step-{step:04d}; trainer.verify=observe goes on"
+                )
+        return figures
+
+    def _record_step(self, batch: KVBatchMeta, ranks: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         fields = ["prompts", "responses", "response_mask", "rollout_log_probs", "old_log_probs", "advantages", "rm_scores"]
         data = tq.kv_batch_get(
             keys=batch.keys,
@@ -104,6 +135,10 @@ class PPOTrainerSyncRecorded(PPOTrainerSync):
         taken = [i for rank in ranks for index, _ in rank["log_probs"] for i in index.tolist()]
         seen = [row for rank in ranks for _, log_probs in rank["log_probs"] for row in log_probs]
         actor = {place[i]: row for i, row in zip(taken, seen, strict=True) if i in place}
+        if len(actor) != len(kept):
+            raise RuntimeError(
+                f"step {self.global_steps}: the update took {len(actor)} of {len(kept)} samples; none may be skipped"
+            )
         groups: dict[str, int] = {}
         uids, extras = list(data["uid"]), list(data["extra_fields"])
         lengths = [len(response) for response in rows["responses"]]
@@ -141,6 +176,7 @@ class PPOTrainerSyncRecorded(PPOTrainerSync):
             },
             tensors,
         )
+        return tensors
 
     def _record_sync(self, step: int) -> None:
         folder = self._capsules / f"sync-{step:04d}"
