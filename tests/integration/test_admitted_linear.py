@@ -139,7 +139,7 @@ def test_the_table_of_tiles_names_kernels_that_there_are_for_all_rows(n: int, k:
 
 
 def test_the_table_of_tiles_is_near_the_fastest_that_was_measured() -> None:
-    """Two times of one width differ by up to 7 % in a run; the table is judged by the widths, not by what served then."""
+    """Two times of one width differ by up to 7 % in a run. Judged by the widths' times, not by what served then."""
     rows = GEMM.read(ROOT / "manifests" / "evidence" / "h200" / "gemm.json")["rows"]
     chosen = [row["widths"][str(hopper.columns(row["n"], row["k"], row["m"], 132))] for row in rows]
     lost = [taken / min(row["widths"].values()) for taken, row in zip(chosen, rows, strict=True)]
