@@ -64,7 +64,7 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 def install(tree: Path) -> None:
     """Make `transformer_engine.pytorch` importable from `tree`, once a process."""
-    package = _package(tree, "transformer_engine")
+    package = _package(tree, "transformer_engine", __version__="2.20.2")
     package.common = _package(  # type: ignore[attr-defined]
         tree,
         "transformer_engine.common",
@@ -77,14 +77,17 @@ def install(tree: Path) -> None:
         stand_in.__getattr__ = lambda attribute: getattr(_Anything(), attribute)  # type: ignore[method-assign]
     _extension()
     properties = types.SimpleNamespace(major=9, minor=0, multi_processor_count=132, total_memory=2**33)
-    vars_of_cuda: dict[str, Any] = {
+    of_cuda: dict[str, Any] = {
         "is_available": lambda: True,
         "current_device": lambda: 0,
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_properties": lambda device=None: properties,
         "is_current_stream_capturing": lambda: False,
+        "get_rng_state": lambda *device: torch.get_rng_state(),
+        "set_rng_state": lambda state, *device: torch.set_rng_state(state),
+        "manual_seed": torch.manual_seed,
     }
-    for name, function in vars_of_cuda.items():
+    for name, function in of_cuda.items():
         setattr(torch.cuda, name, function)
     for name in ("range_push", "range_pop"):
         setattr(torch.cuda.nvtx, name, lambda *args: 0)

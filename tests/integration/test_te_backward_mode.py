@@ -1,6 +1,7 @@
 """Transformer Engine's Python code with our patches and without, over a stand-in for its kernels (te_on_cpu.py).
 
 Every case passes with the patches; the release fails those that a mend is for, so that each shows what was wrong.
+Megatron Core's switch passes its cases over both.
 """
 
 import json
@@ -18,8 +19,10 @@ from samebits.sources.patching import plan_series
 from samebits.sources.pins import ROOT, load_pins
 from samebits.sources.wheels import read_wheel
 
-SCRIPT = Path(__file__).with_name("te_cases.py")
-CASES = re.findall(r"^@case\ndef (\w+)", SCRIPT.read_text(), re.MULTILINE)
+SCRIPT, MEGATRON = (Path(__file__).with_name(f"{name}.py") for name in ("te_cases", "megatron_te_cases"))
+CASES, MEGATRON_CASES = (
+    re.findall(r"^@case\ndef (\w+)", script.read_text(), re.MULTILINE) for script in (SCRIPT, MEGATRON)
+)
 MENDED = {
     "resolution",
     "validation",
@@ -39,8 +42,8 @@ MENDED = {
 Said = dict[str, dict[str, str]]
 
 
-def start(tree: Path, *cases: str, **environment: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(SCRIPT), str(tree), *cases]
+def start(script: Path, tree: Path, *cases: str, **environment: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(script), str(tree), *cases]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=os.environ | environment)
 
@@ -72,7 +75,13 @@ def trees(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def said(trees: dict[str, Path]) -> Said:
-    processes = {name: start(tree) for name, tree in trees.items()}
+    processes = {name: start(SCRIPT, tree) for name, tree in trees.items()}
+    return {name: result(process) for name, process in processes.items()}
+
+
+@pytest.fixture(scope="session")
+def megatron_said(trees: dict[str, Path]) -> Said:
+    processes = {name: start(MEGATRON, tree) for name, tree in trees.items()}
     return {name: result(process) for name, process in processes.items()}
 
 
@@ -93,6 +102,12 @@ def test_the_release_fails_what_is_mended_and_nothing_else(said: Said, case: str
 def test_a_variable_from_before_the_import(trees: dict[str, Path]) -> None:
     """As released, a region that does not quantize fails then, for its placeholder is delayed scaling."""
     variable = {"NVTE_BACKWARD_OVERRIDE": "high_precision"}
-    patched, release = (start(trees[name], "placeholder", **variable) for name in ("patched", "release"))
+    patched, release = (start(SCRIPT, trees[name], "placeholder", **variable) for name in ("patched", "release"))
     assert result(patched) == {"placeholder": ""}
     assert "only supports backward_override=None" in result(release)["placeholder"]
+
+
+@pytest.mark.parametrize("tree", ["release", "patched"])
+@pytest.mark.parametrize("case", MEGATRON_CASES)
+def test_megatron(megatron_said: Said, case: str, tree: str) -> None:
+    assert megatron_said[tree][case] == ""
