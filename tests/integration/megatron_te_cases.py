@@ -138,8 +138,8 @@ def older_releases() -> None:
         refused(partial(backward_mode.set_backward_mode, older, mode), "2.15", "2.20.2", mode)
         delayed = recipes.DelayedScaling(backward_override=None)
         refused(partial(backward_mode.set_backward_mode, delayed, mode), "delayed scaling", mode)
-    for mode in (None, "default"):
-        assert backward_mode.set_backward_mode(older, mode) is older and not hasattr(older, "backward_override")
+    for nothing in (None, "default"):
+        assert backward_mode.set_backward_mode(older, nothing) is older and not hasattr(older, "backward_override")
 
 
 def per_module(**changes: Any) -> QuantizationConfig:

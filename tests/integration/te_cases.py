@@ -489,6 +489,19 @@ def row_wise_operands() -> None:
     refused(partial(require_rowwise, "here", quantizer(values(ROWS, IN))), "here", "row-wise", kind=RuntimeError)
 
 
+@case
+def bench() -> None:
+    """What is measured on a card (samebits.bench.backward), here on small sizes: each mode is what it says."""
+    from samebits.bench import backward
+
+    arm = backward.measure(backward.Sizes(64, 256, 384, tuple(SPLITS)), "cpu")
+    assert backward.problems(arm) == []
+    assert len(arm["rows"]) == 5 * 2 * 3 and all(arm["frozen_weight_bias_gradient"].values())
+    assert [name for name, said in arm["behaviours"].items() if not said] == [
+        "NVTE_BACKWARD_MODE, a region that does not quantize"
+    ]
+
+
 def main() -> None:
     said = {}
     for name in sys.argv[2:] or CASES:

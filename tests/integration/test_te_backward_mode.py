@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from samebits.bench import backward
 from samebits.sources.fetch import fetch
-from samebits.sources.patching import plan_series
-from samebits.sources.pins import ROOT, load_pins
-from samebits.sources.wheels import read_wheel
+from samebits.sources.pins import load_pins
 
 SCRIPT, MEGATRON = (Path(__file__).with_name(f"{name}.py") for name in ("te_cases", "megatron_te_cases"))
 CASES, MEGATRON_CASES = (
@@ -38,6 +37,7 @@ MENDED = {
     "only_quantized_operands",
     "grouped_op",
     "row_wise_operands",
+    "bench",
 }
 Said = dict[str, dict[str, str]]
 
@@ -57,19 +57,11 @@ def result(process: subprocess.Popen[str]) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def trees(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The release's Python sources, and the same patched."""
-    pins = load_pins()
-    upstream = pins.upstreams["TransformerEngine"]
+    """The release's Python sources, and the same patched, made as for a card."""
     found = {name: tmp_path_factory.mktemp(name) for name in ("release", "patched")}
-    with zipfile.ZipFile(fetch(upstream.artefacts_of("2.20.2")[0])) as wheel:
-        names = [name for name in wheel.namelist() if name.startswith("transformer_engine/")]
-        for tree in found.values():
-            wheel.extractall(tree, names)
-        steps = plan_series(read_wheel(wheel), upstream.key, "2.20.2", ROOT / "patches", upstream.packages)
-    for path, data in {path: data for _, changed in steps for path, data in changed.items()}.items():
-        target = found["patched"] / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(data)
+    with zipfile.ZipFile(fetch(load_pins().upstreams["TransformerEngine"].artefacts_of("2.20.2")[0])) as wheel:
+        wheel.extractall(found["release"])
+    backward.patched_package(found["release"], found["patched"])
     return found
 
 
