@@ -76,6 +76,7 @@ def install(tree: Path) -> None:
         stand_in = _module(name, is_package=True)
         stand_in.__getattr__ = lambda attribute: getattr(_Anything(), attribute)  # type: ignore[method-assign]
     _extension()
+    torch.set_num_threads(1)  # small tensors, and other processes beside this one
     properties = types.SimpleNamespace(major=9, minor=0, multi_processor_count=132, total_memory=2**33)
     of_cuda: dict[str, Any] = {
         "is_available": lambda: True,
