@@ -152,6 +152,7 @@ def placeholder() -> None:
     """A region that does not quantize, whatever the environment held when the library was imported."""
     with te.autocast(enabled=False):
         te.Linear(IN, OUT, params_dtype=BF16, device="cpu")(values(ROWS, IN)).sum().backward()
+    assert FP8GlobalStateManager.get_fp8_recipe().delayed(), "what a checkpoint asks for outside of a region"
 
 
 @case

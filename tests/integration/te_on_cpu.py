@@ -303,7 +303,7 @@ def generic_gemm(
     **kwargs: Any,
 ) -> tuple[Any, ...]:
     _, _, _, grad, _, _, accumulate, _ = rest
-    result = _product(a, transa, b, transb)
+    result = _product(a, transa, b, transb) * kwargs.get("alpha", 1.0)
     bias_grad = None
     if bias is not None and grad:
         bias_grad = _operand(b, by_columns=False).sum(0).to(bias.dtype)
@@ -315,7 +315,8 @@ def generic_gemm(
     if out is None:
         out = result.to(dtype)
     else:
-        out.copy_((result + out.float() if accumulate else result).view(out.shape))
+        before = out.float() * (kwargs.get("beta") or 1.0) if accumulate else torch.zeros(())
+        out.copy_(result.view(out.shape) + before)
     return (out if quantizer is None else quantize(out, quantizer)), bias_grad, None, kwargs.get("extra_output")
 
 
