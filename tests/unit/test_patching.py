@@ -251,6 +251,7 @@ REFUSALS: list[tuple[Kind, dict[str, Any]]] = [
     (Kind.INSERT_WITHOUT_GUARD, insert(where="body-start", guard="names", text="run()")),
     (Kind.INSERT_WITHOUT_GUARD, insert(where="body-start", guard="names", text="x = run()")),
     (Kind.INSERT_WITHOUT_GUARD, insert(where="body-start", guard="names", text="x = [values]")),
+    (Kind.INSERT_WITHOUT_GUARD, insert(where="body-start", guard="names", text="1 + 1")),
     (Kind.INSERT_WITHOUT_GUARD, insert(where="body-start", guard="names", text="total = 5")),
     (Kind.INSERT_WITHOUT_GUARD, insert(where="body-start", guard="names", text="value = 5")),
     (Kind.INSERT_WITHOUT_GUARD, insert(where="body-start", guard="names", text="scale = 5")),

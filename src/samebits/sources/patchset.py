@@ -218,6 +218,8 @@ def _only_binds(statement: ast.stmt) -> bool:
     match statement:
         case ast.ImportFrom(names=[ast.alias(name="*")]):
             return False
+        case ast.Expr(value=ast.Constant(value=str())):  # a field's docstring
+            return True
         case ast.Assign(targets=[ast.Name()]) | ast.AnnAssign(target=ast.Name(), value=ast.expr()):
             return all(isinstance(node, LITERAL) for node in ast.walk(statement.value or statement))
     return isinstance(statement, Scope | ast.Import | ast.ImportFrom)
