@@ -20,6 +20,8 @@ from samebits.errors import SamebitsError
 from samebits.sources.pins import ROOT
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from samebits.sources.patching import Patch, Read
     from samebits.sources.pins import Base, Pins, Upstream
 
@@ -544,6 +546,31 @@ def check_planted(
         raise typer.Exit(1)
 
 
+@check.command("gradients")
+def check_gradients(
+    folder: Annotated[Path, typer.Option("--out", help="a new folder for the page, gradients.json and the log")],
+    seeds: Annotated[int, typer.Option(min=1, help="of random inputs; more are more of the same")] = 3,
+) -> None:
+    """Compare each module's gradients with an independent FP64 reference, and try the comparison on planted faults.
+
+    Layer 1 of the backward's validation, on the CPU: the aligned functions and modules of Megatron Core, a model in
+    training with its one-step updates, and hand-written modules, right and wrong. Exit code 1 if a gradient is wrong, a
+    fault is not named by module and tensor, or something was not asked.
+
+    Example: `samebits check gradients --out build/gradients`
+    """
+    from samebits.judge.gradients import missed
+    from samebits.probe import gradients
+
+    with _phases() as say:
+        document = gradients.check(seeds, folder, say)
+    notes = [f"not covered: {text}" for text in document["not_covered"]]
+    _page(folder / "gradients.html", "Layer 1: gradients of modules", gradients.tables(document), notes)
+    if wrong := missed(document, None):
+        err.print(f"error: not what it must be: {'; '.join(wrong)}", style="red", markup=False)
+        raise typer.Exit(1)
+
+
 @check.command("replay")
 def check_replay(
     folders: Annotated[list[Path], typer.Argument(metavar="REPLAY...", help="OUT/replay/left or right of localise")],
@@ -563,6 +590,19 @@ def check_replay(
         out.print(f"{row['folder']}: {row['operator']}: {row['differ']} of {row['elements']} elements differ")
     if any(row["differ"] for row in rows):
         raise typer.Exit(1)
+
+
+def _page(path: Path, title: str, tables: "list[Table]", notes: list[str]) -> None:
+    """Print tables and notes, and write them to a page."""
+    from samebits.report.tables import WIDTH, write_page
+
+    write_page(path, title, tables, notes)
+    wide = Console(width=max(out.width, WIDTH))
+    for table in tables:
+        wide.print(table)
+    for note in notes:
+        out.print(note, markup=False)
+    out.print(str(path), markup=False)
 
 
 def _print_matrix(document: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ BASE = 10_000.0
 
 @dataclass(frozen=True)
 class Drawn:
-    """inputs: differentiable. reduction: terms of the longest sum. padded: last entries of the outputs' first dimension
+    """inputs: differentiable. reduction: as of a `Problem`. padded: last entries of the outputs' first dimension
     that nothing reads, whose cotangents are zero."""
 
     inputs: Tensors
@@ -113,7 +113,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 class _Sigmoid(torch.autograd.Function):
-    """A sigmoid that is known to one rounding, and its slope by what is known: near 1 its distance from 1 is rounding."""
+    """A sigmoid that is known to one rounding, and its slope by what is known: close to 1 there is little left."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bridge: Bridge) -> Tensor:
@@ -125,6 +125,21 @@ class _Sigmoid(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (known,) = ctx.saved_tensors
         return grad * known * (1 - known), None
+
+
+class _Softmax(torch.autograd.Function):
+    """A softmax over the last dimension, known to one rounding: it has little slope where one takes all."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bridge: Bridge) -> Tensor:
+        known = bridge.moved(torch.softmax(x, -1))
+        ctx.save_for_backward(known)
+        return known
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (known,) = ctx.saved_tensors
+        return known * (grad - (grad * known).sum(-1, keepdim=True)), None
 
 
 def silu_and_mul(x: Tensor, bridge: Bridge) -> Tensor:
@@ -139,18 +154,19 @@ def rotate(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
     return torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, scale: float, earlier: int = 0) -> Tensor:
+def attention(query: Tensor, key: Tensor, value: Tensor, scale: float, bridge: Bridge, earlier: int = 0) -> Tensor:
     """Causal attention of query [S, B, H, D] over key and value [earlier + S, B, KVH, D] -> [S, B, H, D]."""
     group = query.shape[2] // key.shape[2]
     key, value = (t.repeat_interleave(group, 2) for t in (key, value))
     scores = torch.einsum("qbhd,kbhd->bhqk", query, key) * scale
     later = torch.arange(key.shape[0])[None] > torch.arange(query.shape[0])[:, None] + earlier
-    return torch.einsum("bhqk,kbhd->qbhd", scores.masked_fill(later, -torch.inf).softmax(-1), value)
+    probabilities = _Softmax.apply(scores.masked_fill(later, -torch.inf), bridge)
+    return torch.einsum("bhqk,kbhd->qbhd", probabilities, value)
 
 
-def router(x: Tensor, weight: Tensor, routes: Tensor) -> Tensor:
+def router(x: Tensor, weight: Tensor, routes: Tensor, bridge: Bridge) -> Tensor:
     """Probabilities [T, k] of the routes int64 [T, k], each token's summing to one."""
-    chosen = torch.softmax(x @ weight.T, -1).gather(-1, routes)
+    chosen = _Softmax.apply(x @ weight.T, bridge).gather(-1, routes)
     return chosen / chosen.sum(-1, keepdim=True)
 
 
@@ -181,11 +197,11 @@ def _silu_and_mul(t: Tensors, c: Mapping[str, Any], bridge: Bridge) -> Outputs:
 
 
 def _attention(t: Tensors, c: Mapping[str, Any], bridge: Bridge) -> Outputs:
-    return attention(t["query"], t["key"], t["value"], c["scale"]).flatten(2)
+    return attention(t["query"], t["key"], t["value"], c["scale"], bridge).flatten(2)
 
 
 def _merged_attention(t: Tensors, c: Mapping[str, Any], bridge: Bridge) -> Outputs:
-    return attention(t["query"], t["key"], t["value"], c["scale"], c["prefix"]).flatten(2)
+    return attention(t["query"], t["key"], t["value"], c["scale"], bridge, c["prefix"]).flatten(2)
 
 
 def _selected(t: Tensors, c: Mapping[str, Any], bridge: Bridge) -> Outputs:
@@ -208,7 +224,7 @@ def _tied(t: Tensors, c: Mapping[str, Any], bridge: Bridge) -> Outputs:
 
 
 def _router(t: Tensors, c: Mapping[str, Any], bridge: Bridge) -> Outputs:
-    return router(t["x"], t["weight"], c["routes"])
+    return router(t["x"], t["weight"], c["routes"], bridge)
 
 
 def _experts(t: Tensors, c: Mapping[str, Any], bridge: Bridge) -> Outputs:
@@ -281,7 +297,7 @@ def self_attention(
     query = turned(query.reshape(length, batch, heads, size), t["q_layernorm.weight"])
     key = turned(key.reshape(length, batch, groups, size), t["k_layernorm.weight"])
     value = value.reshape(key.shape)
-    context = attention(query, key, value, size**-0.5).flatten(2)
+    context = attention(query, key, value, size**-0.5, bridge).flatten(2)
     context = bridge.show("attention", context, query, key, value, size**-0.5)
     return _shown(bridge, context, t["linear_proj.weight"])
 
@@ -368,7 +384,7 @@ def _rotary_case(tokens: int, heads: int, groups: int, size: int, first: int = 0
     def draw(d: Draw) -> Drawn:
         positions = torch.arange(first, first + tokens)
         constants = {"positions": positions, "table": rope_table(first + tokens, size, d.dtype)}
-        return Drawn({"query": d(tokens, heads, size), "key": d(tokens, groups, size)}, constants, 2, padded)
+        return Drawn({"query": d(tokens, heads, size), "key": d(tokens, groups, size)}, constants, 3, padded)
 
     return draw
 
@@ -377,7 +393,7 @@ def _activation_case(rows: tuple[int, ...], size: int, scale: float = 1.0, padde
     def draw(d: Draw) -> Drawn:
         x = d(*rows, 2 * size, scale=scale)
         x[..., 0], x[..., 1] = 0, -30
-        return Drawn({"x": x}, {}, 1, padded)
+        return Drawn({"x": x}, {}, 6, padded)  # the slope, times up, times the gradient
 
     return draw
 

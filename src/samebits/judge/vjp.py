@@ -12,9 +12,10 @@ is. The tolerance is
 
     floor · (2 + √n · 2⁻²⁴ / u)
 
-The 2 is the margin of an estimate from `SAMPLES` draws; the second term are the roundings of an FP32 sum of n terms, n
-the longest in the backward, which add up like √n. The reference's own error, n · 2⁻⁵³, is nothing beside it. An element
-may be off by twice as much as the largest element of a draw was moved. No argument changes any of this.
+The 2 is the margin of an estimate from `SAMPLES` draws; the second term are the FP32 roundings of the longest way to an
+element, n terms of a sum or operations one after another, which add up like √n. The reference's own error, n · 2⁻⁵³, is
+nothing beside it. An element may be off by twice as much as the largest element of a draw was moved. No argument
+changes any of this.
 """
 
 from __future__ import annotations
@@ -96,8 +97,8 @@ Surrogate = Callable[[Tensors, Mapping[str, Any], Bridge], Outputs]
 @dataclass(frozen=True)
 class Problem:
     """One VJP. inputs: the differentiable ones, in the dtype. constants: what is not differentiated. cotangents: one an
-    output, both sides get these very ones. reduction: terms of the longest sum in the backward. visible: the forwards
-    that the surrogate is shown."""
+    output, both sides get these very ones. reduction: FP32 roundings on the longest way to an element of a gradient.
+    visible: the forwards that the surrogate is shown."""
 
     module: str
     case: str
@@ -125,9 +126,10 @@ class Expected:
 class Measured:
     """One gradient beside its reference.
 
-    max_abs: largest error; None where there is nothing to subtract. relative: L2 error over the reference's norm. norm_ratio: the norms'. cosine: None where a
-    norm is zero, as the two before are then. floor, tolerance: relative too, or absolute where the reference is zero.
-    wrong: what is wrong, or None. resolved: whether the floor is low enough to tell.
+    max_abs: largest error; None where there is nothing to subtract. relative: L2 error over the reference's norm.
+    norm_ratio: the norms'. cosine: None where a norm is zero, as the two before are then. floor, tolerance: relative
+    too, or absolute where the reference is zero. wrong: what is wrong, or None. resolved: whether the floor is low
+    enough to tell.
     """
 
     tensor: str
@@ -317,59 +319,6 @@ def finite_difference_error(problem: Problem) -> float:
         if size:
             worst = max(worst, abs(difference - along) / size)
     return worst
-
-
-@dataclass(frozen=True)
-class AdamW:
-    """One step of decoupled Adam, as seed 000's one-step update needs it. step: counted from 1. clip: of the global norm
-    of all gradients; 0: none."""
-
-    learning_rate: float
-    beta1: float
-    beta2: float
-    epsilon: float
-    clip: float
-
-    def step(self, state: Mapping[str, Moments], gradients: Tensors) -> Tensors:
-        """The FP64 change of each main."""
-        norm = math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))
-        clipped = min(1.0, self.clip / (norm + 1e-6)) if self.clip else 1.0
-        changes = {}
-        for name, of in state.items():
-            gradient = gradients[name] * clipped
-            first = self.beta1 * of.first.double() + (1 - self.beta1) * gradient
-            second = self.beta2 * of.second.double() + (1 - self.beta2) * gradient.square()
-            first, second = first / (1 - self.beta1**of.step), second / (1 - self.beta2**of.step)
-            decay = of.weight_decay * of.main.double()
-            changes[name] = -self.learning_rate * (first / (second.sqrt() + self.epsilon) + decay)
-        return changes
-
-
-@dataclass(frozen=True)
-class Moments:
-    """A parameter's FP32 main and Adam's state before a step, the `step`-th."""
-
-    main: Tensor
-    first: Tensor
-    second: Tensor
-    weight_decay: float
-    step: int
-
-
-def updates(found: Tensors, state: Mapping[str, Moments], optimizer: AdamW, problem: Problem) -> list[Measured]:
-    """Layer 1 of one step: the change of each FP32 main beside that of the reference's gradients.
-
-    What a gradient's noise moves in the change is its floor, and the rounding of the main in FP32."""
-    exact, moved = draws(problem)
-    change = optimizer.step(state, exact)
-    drawn = [optimizer.step(state, one) for one in moved]
-    times = factor(problem.dtype, problem.reduction)
-    measured = []
-    for name, of in state.items():
-        rounding = of.main.double().abs() * UNIT[torch.float32]
-        against = settled(change[name], [one[name] for one in drawn], rounding)
-        measured.append(measure(name, found[name], against, torch.float32, times))
-    return measured
 
 
 def _tuple(outputs: Outputs) -> tuple[Tensor, ...]:
