@@ -571,6 +571,31 @@ def check_gradients(
         raise typer.Exit(1)
 
 
+@check.command("conventions")
+def check_conventions(
+    folder: Annotated[Path, typer.Option("--out", help="a new folder for the page, conventions.json and the log")],
+    steps: Annotated[int, typer.Option(min=0, help="that the checkpoint has taken")] = 20,
+    layers: Annotated[int, typer.Option(min=1, help="of the model")] = 4,
+) -> None:
+    """Compare dX and dW of every quantized layer under two conventions: of what the forward used, and of the master.
+
+    Layer 2 of the backward's validation, on the CPU, for each combination of weight and activation formats. The page
+    says cosine and ratio of norms by class and layer, and lists outliers.
+
+    Example: `samebits check conventions --out build/conventions`
+    """
+    from samebits.judge.conventions import missed
+    from samebits.probe import conventions
+
+    with _phases() as say:
+        document = conventions.check(steps, layers, folder, say)
+    notes = ["by itself: of one layer, both with one cotangent; the rest is of the whole backward"]
+    _page(folder / "conventions.html", "Layer 2: conventions of the gradient", conventions.tables(document), notes)
+    if wrong := missed(document):
+        err.print(f"error: not what it must be: {'; '.join(wrong)}", style="red", markup=False)
+        raise typer.Exit(1)
+
+
 @check.command("replay")
 def check_replay(
     folders: Annotated[list[Path], typer.Argument(metavar="REPLAY...", help="OUT/replay/left or right of localise")],

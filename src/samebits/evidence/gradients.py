@@ -10,3 +10,4 @@ class GradientsError(SamebitsError):
 
 
 KIND = Kind("gradients-1", GradientsError, "run `samebits check gradients`")
+CONVENTIONS = Kind("conventions-1", GradientsError, "run `samebits check conventions`")

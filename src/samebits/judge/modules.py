@@ -269,13 +269,9 @@ def _quantized_linear(t: Tensors, c: Mapping[str, Any], bridge: Bridge) -> Outpu
 # --- surrogates of composites, which are shown what their operators computed
 
 
-def _shown(bridge: Bridge, x: Tensor, weight: Tensor) -> Tensor:
-    return bridge.show("linear", x @ weight.T, x, weight)
-
-
 def mlp(x: Tensor, first: Tensor, second: Tensor, bridge: Bridge) -> Tensor:
-    gate_up = _shown(bridge, x, first)
-    return _shown(bridge, bridge.show("silu_and_mul", silu_and_mul(gate_up, bridge), gate_up), second)
+    gate_up = bridge.linear(x, first)
+    return bridge.linear(bridge.show("silu_and_mul", silu_and_mul(gate_up, bridge), gate_up), second)
 
 
 def self_attention(
@@ -285,7 +281,7 @@ def self_attention(
     linear_proj; table [S, D], cosines beside sines in the dtype under test."""
     length, batch, _ = x.shape
     size = table.shape[-1]
-    packed = _shown(bridge, x, t["linear_qkv.weight"]).view(length, batch, groups, -1)
+    packed = bridge.linear(x, t["linear_qkv.weight"]).view(length, batch, groups, -1)
     query, key, value = packed.split([heads // groups * size, size, size], -1)
     positions = torch.arange(length).repeat_interleave(batch)
 
@@ -299,7 +295,7 @@ def self_attention(
     value = value.reshape(key.shape)
     context = attention(query, key, value, size**-0.5, bridge).flatten(2)
     context = bridge.show("attention", context, query, key, value, size**-0.5)
-    return _shown(bridge, context, t["linear_proj.weight"])
+    return bridge.linear(context, t["linear_proj.weight"])
 
 
 def layer(x: Tensor, t: Tensors, table: Tensor, bridge: Bridge, heads: int, groups: int, epsilon: float) -> Tensor:
@@ -328,7 +324,7 @@ def model(t: Tensors, c: Mapping[str, Any], bridge: Bridge) -> Outputs:
         x = layer(x, own, c["table"], bridge, c["heads"], c["groups"], c["epsilon"])
     gain = t["decoder.final_layernorm.weight"]
     x = bridge.show("rms_norm", rms_norm(x, gain, c["epsilon"]), x, gain, c["epsilon"])
-    logits = _shown(bridge, x, t.get("output_layer.weight", embedding))
+    logits = bridge.linear(x, t.get("output_layer.weight", embedding))
     chosen = torch.log_softmax(logits, -1).gather(-1, c["labels"].T[..., None])[..., 0]
     return chosen.T
 

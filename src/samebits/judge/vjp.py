@@ -80,6 +80,10 @@ class Bridge:
         assert isinstance(seen, Tensor)
         return visible_with_surrogate(self.moved(seen.to(surrogate.dtype)), surrogate)
 
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """A linear layer of a composite: x [..., K] and weight [N, K] -> [..., N]."""
+        return self.show("linear", x @ weight.T, x, weight)
+
     def moved(self, value: Tensor) -> Tensor:
         """The value, or each element times 1 + u · r, r uniform in [-1, 1]."""
         if self.noise is None or not value.is_floating_point():

@@ -155,19 +155,22 @@ class Trainer:
         logits = self.ddp(input_ids=tokens, position_ids=positions, attention_mask=None)
         return functions.selected_log_prob(logits, labels)
 
-    def backward(self) -> None:
-        """The gradients of the mean loss over all micro batches, added up in the FP32 `main_grad`."""
+    def backward(self) -> float:
+        """The gradients of the mean loss over all micro batches, added up in the FP32 `main_grad`; that loss."""
+        total = 0.0
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         for i, (tokens, labels) in enumerate(zip(self.tokens, self.labels, strict=True)):
             with torch.enable_grad():
                 loss = -self.log_probs(tokens, labels).sum() / self.labels.numel()
+            total += loss.item()
             if i + 1 < len(self.tokens):
                 with self.ddp.no_sync():
                     loss.backward()
             else:
                 loss.backward()
         finalize_model_grads([self.ddp])
+        return total
 
     def step(self) -> dict[str, Tensor | None]:
         """One step of Megatron's optimizer: the gradients that Adam took."""
