@@ -740,18 +740,21 @@ def check_contract(
         bool, typer.Option("--write", help="make the document's tables anew instead of comparing")
     ] = False,
 ) -> None:
-    """Compare docs/numerical-contract.md with the table of operators in the code, and that table with the tests.
+    """Compare docs/numerical-contract.md and backward-contract.md with their tables in the code, and those with the tests.
 
     Examples: `samebits check contract`, `samebits check contract --write`
     """
     from samebits.judge import contract
+    from samebits.judge.backward_contract import BACKWARD
 
-    document = ROOT / "docs" / "numerical-contract.md"
-    if write:
-        contract.write(document)
-    contract.check(document, ROOT)
-    tests = {test for row in (*contract.ROWS, *contract.APART) for test in row.tests}
-    out.print(f"{document.relative_to(ROOT)}: {len(contract.ROWS)} operators, {len(tests)} tests, as in the code")
+    for catalogue in (contract.NUMERICAL, BACKWARD):
+        document = ROOT / "docs" / catalogue.file
+        if write:
+            contract.write(document, catalogue)
+        contract.check(document, ROOT, catalogue)
+        rows = list(catalogue.tests())
+        tests = {test for _, named in rows for test in named}
+        out.print(f"{document.relative_to(ROOT)}: {len(rows)} rows, {len(tests)} tests, as in the code")
 
 
 @bench.command("cpu")
