@@ -740,7 +740,7 @@ def check_contract(
         bool, typer.Option("--write", help="make the document's tables anew instead of comparing")
     ] = False,
 ) -> None:
-    """Compare docs/numerical-contract.md and backward-contract.md with their tables in the code, and those with the tests.
+    """Compare both contracts under docs/, numerical and backward, with their tables in the code, and those with tests.
 
     Examples: `samebits check contract`, `samebits check contract --write`
     """

@@ -175,7 +175,7 @@ ROWS = (
         "quantized linear, `dequant`",
         "as `default`, bit for bit",
         "as `default`",
-        "identity STE on both; dX of dequant(weight), dW of dequant(x): the values of the forward, rounded to the dtype",
+        "identity STE on both; dX of dequant(weight), dW of dequant(x): the forward's values, rounded to the dtype",
         "codes and scales of the forward",
         "high-precision products",
         "the quantized x and weight; neither the original nor one quantized anew or by another block",
