@@ -413,6 +413,29 @@ def run_rl(
     _verdict(receipt, summary(receipt))
 
 
+@run.command("sft")
+def run_sft(
+    folder: Annotated[Path, typer.Option("--out", help="a new folder for the page, sft.json and the log")],
+    steps: Annotated[int, typer.Option(min=1, help="of each arm; with fewer than 40 no verdict is a pass")] = 40,
+    layers: Annotated[int, typer.Option(min=1, help="of the seeded Qwen3")] = 2,
+    hidden: Annotated[int, typer.Option(min=128, help="a multiple of 128")] = 1024,
+) -> None:
+    """Train three arms on one task, data and order: under test, gradient reference, native baseline.
+
+    Layer 3 of the backward's validation, on the CPU: first one step beside FP64, then the curves. What a difference is
+    due to is said by rules that were fixed before. Exit code 0 for the verdict pass, 1 for any other.
+
+    Example: `samebits run sft --out build/sft`
+    """
+    from samebits.probe import sft
+
+    with _phases() as say:
+        document = sft.check(steps, layers, hidden, folder, say)
+    _page(folder / "sft.html", "Layer 3: three arms of a supervised run", sft.tables(document), sft.notes(document))
+    if document["verdict"] != "pass":
+        raise typer.Exit(1)
+
+
 @contextmanager
 def _saying() -> Iterator[Callable[[str], None]]:
     """Says each phase of a run as it comes, and shows the present one where somebody looks."""

@@ -1,4 +1,4 @@
-"""The documents that `samebits check gradients` and `samebits check conventions` leave: gradients beside references."""
+"""What `samebits check gradients`, `check conventions` and `run sft` leave: gradients beside references."""
 
 from samebits.errors import SamebitsError
 
@@ -10,4 +10,5 @@ class GradientsError(SamebitsError):
 
 
 KIND = Kind("gradients-1", GradientsError, "run `samebits check gradients`")
+SFT = Kind("sft-1", GradientsError, "run `samebits run sft`")
 CONVENTIONS = Kind("conventions-1", GradientsError, "run `samebits check conventions`")

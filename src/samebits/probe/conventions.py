@@ -22,6 +22,8 @@ from samebits.recipe import arms
 
 from .gradients import PHASE, Say, conduct
 
+HIDDEN = 256
+
 
 def check(steps: int, layers: int, out: pathlib.Path, say: Say) -> dict[str, Any]:
     """Run layer 2 in a process of its own; the document of schema conventions-1, also at OUT/conventions.json.
@@ -31,7 +33,7 @@ def check(steps: int, layers: int, out: pathlib.Path, say: Say) -> dict[str, Any
     """
     job = {"steps": steps, "layers": layers}
     command = ["samebits", "check", "conventions", "--steps", str(steps), "--layers", str(layers)]
-    return conduct("conventions", job, command, CONVENTIONS, out, say)
+    return conduct("conventions", job, command, CONVENTIONS, out, say, (layers, HIDDEN))
 
 
 def run(steps: int, layers: int, say: Say) -> dict[str, Any]:
@@ -39,7 +41,7 @@ def run(steps: int, layers: int, say: Say) -> dict[str, Any]:
     from .trained import Shape, Trainer, one_rank
 
     with one_rank():
-        shape = Shape(layers=layers, hidden=256, ffn=512, heads=4, groups=2, length=64)
+        shape = Shape(layers=layers, hidden=HIDDEN, ffn=2 * HIDDEN, heads=4, groups=2, length=64)
         trainer = Trainer(shape)
         say(f"{steps} steps")
         losses = []

@@ -388,9 +388,18 @@ def check(seeds: int, out: pathlib.Path, say: Say) -> dict[str, Any]:
 
 
 def conduct(
-    name: str, job: dict[str, Any], command: list[str], kind: Kind, out: pathlib.Path, say: Say
+    name: str,
+    job: dict[str, Any],
+    command: list[str],
+    kind: Kind,
+    out: pathlib.Path,
+    say: Say,
+    geometry: tuple[int, int] = (2, 128),
 ) -> dict[str, Any]:
-    """Run `samebits.probe.NAME` on a job in the environment of arm 1; OUT/NAME.json is what it found, and how."""
+    """Run `samebits.probe.NAME` on a job in the environment of arm 1; OUT/NAME.json is what it found, and how.
+
+    geometry: layers and hidden size of the model, for the identity.
+    """
     from samebits.recipe import process
 
     from .device import device
@@ -413,9 +422,9 @@ def conduct(
 
     process.run(words, on.environment, log, watch, f"the check of {name}")
     found = strictjson.loads((out / "found.json").read_bytes())
-    facts = {"device_name": None, "threads": 1, "contract": found.pop("contract")}
+    facts = {"device_name": None, "threads": found.pop("threads", 1), "contract": found.pop("contract")}
     config = hashlib.sha256(strictjson.canonical(job)).hexdigest()
-    execution = identify(on, 1, facts, config, 2, 128, command)
+    execution = identify(on, 1, facts, config, *geometry, command)
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     document = kind.build(command=shlex.join(command), date=today, **found, execution=execution)
     kind.write(out / f"{name}.json", document)

@@ -18,7 +18,7 @@ from torch import Tensor
 from samebits.judge import modules, updates
 from samebits.judge.modules import EPSILON, MODULES
 from samebits.judge.updates import AdamW
-from samebits.judge.vjp import Candidate, Outputs, Problem, Tensors, visible_with_surrogate
+from samebits.judge.vjp import Bridge, Candidate, Outputs, Problem, Tensors, visible_with_surrogate
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # that there is no Transformer Engine and no Apex
@@ -26,6 +26,7 @@ with warnings.catch_warnings():
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_aligned_layer_specs import get_gpt_aligned_block_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer import TransformerConfig
@@ -48,10 +49,12 @@ WEIGHT_DECAY = 0.01
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A small dense Qwen3 and its batches: micro batches of [batch, length] tokens."""
+    """A small dense Qwen3 and its batches: micro batches of [batch, length] tokens. aligned: its layer spec, else the
+    local one."""
 
     dtype: torch.dtype = torch.bfloat16
     tied: bool = False
+    aligned: bool = True
     recompute: Literal["full", "selective"] | None = None
     layers: int = 2
     hidden: int = 128
@@ -63,6 +66,15 @@ class Shape:
     length: int = 24
     batch: int = 2
     micro_batches: int = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """tokens, labels: int64 [micro batches, B, S]. weights: FP32 like them, a label's share of the loss, in all one."""
+
+    tokens: Tensor
+    labels: Tensor
+    weights: Tensor
 
 
 @contextmanager
@@ -79,7 +91,7 @@ def one_rank() -> Iterator[None]:
 
 
 class Trainer:
-    """A model, Megatron's DDP around it and its optimizer, on fixed batches."""
+    """A model, Megatron's DDP around it and its optimizer. `batch`: of the next step, random tokens at first."""
 
     def __init__(self, shape: Shape, seed: int = 5):
         self.shape = shape
@@ -113,19 +125,22 @@ class Trainer:
             recompute_num_layers=1 if shape.recompute == "full" else None,
             use_cpu_initialization=True,
         )
+        spec: Any = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+        if shape.aligned:
+            spec = get_gpt_aligned_block_spec(self.config)
         self.model = GPTModel(
             self.config,
-            get_gpt_aligned_block_spec(self.config),
+            spec,
             shape.vocabulary,
             512,
             position_embedding_type="rope",
             rotary_base=int(modules.BASE),
             share_embeddings_and_output_weights=shape.tied,
         )
-        with torch.no_grad():  # gains of one would hide a gain that is missing or there twice
-            for name, parameter in self.model.named_parameters():
-                scale = 0.1 if "layernorm" in name else 0.3 * float(parameter.float().std())
-                parameter.add_(torch.randn(parameter.shape).to(parameter.dtype) * scale)
+        with torch.no_grad():  # the same of either spec; gains of one would hide a gain that is missing or there twice
+            for name, parameter in sorted(self.model.named_parameters()):
+                drawn = torch.randn(parameter.shape)
+                parameter.copy_(1 + 0.1 * drawn if "layernorm" in name else 0.026 * drawn)
         wrapped = Float16Module(self.config, self.model) if bf16 else self.model
         self.ddp = DistributedDataParallel(
             self.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False), wrapped
@@ -147,24 +162,28 @@ class Trainer:
         get_model_config(self.ddp).finalize_model_grads_func = finalize_model_grads
         size = (shape.micro_batches, shape.batch, shape.length + 1)
         drawn = torch.randint(0, shape.vocabulary, size, generator=torch.Generator().manual_seed(seed + 1))
-        self.tokens, self.labels = drawn[..., :-1].contiguous(), drawn[..., 1:].contiguous()
+        labels = drawn[..., 1:].contiguous()
+        self.batch = Batch(drawn[..., :-1].contiguous(), labels, torch.full(labels.shape, 1.0 / labels.numel()))
 
     def log_probs(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """tokens and labels int64 [B, S] -> FP32 log-probabilities [B, S]."""
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-        logits = self.ddp(input_ids=tokens, position_ids=positions, attention_mask=None)
-        return functions.selected_log_prob(logits, labels)
+        if self.shape.aligned:
+            logits = self.ddp(input_ids=tokens, position_ids=positions, attention_mask=None)
+            return functions.selected_log_prob(logits, labels)
+        return -self.ddp(input_ids=tokens, position_ids=positions, attention_mask=None, labels=labels)
 
     def backward(self) -> float:
         """The gradients of the mean loss over all micro batches, added up in the FP32 `main_grad`; that loss."""
         total = 0.0
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        for i, (tokens, labels) in enumerate(zip(self.tokens, self.labels, strict=True)):
+        batch = self.batch
+        for i, (tokens, labels, weights) in enumerate(zip(batch.tokens, batch.labels, batch.weights, strict=True)):
             with torch.enable_grad():
-                loss = -self.log_probs(tokens, labels).sum() / self.labels.numel()
+                loss = -(self.log_probs(tokens, labels) * weights).sum()
             total += loss.item()
-            if i + 1 < len(self.tokens):
+            if i + 1 < len(batch.tokens):
                 with self.ddp.no_sync():
                     loss.backward()
             else:
@@ -181,6 +200,11 @@ class Trainer:
 
         return updates.taken(self.adam, self.mains, whole)
 
+    def gradients(self) -> Tensors:
+        """What the backward added up in FP32, before clipping."""
+        grads: dict[str, Any] = dict(self.model.named_parameters())
+        return {name: p.main_grad.clone() for name, p in grads.items()}
+
     @property
     def adam(self) -> torch.optim.Optimizer:
         return getattr(self.optimizer, "chained_optimizers", [self.optimizer])[0].optimizer
@@ -194,22 +218,22 @@ class Trainer:
     def problem(self, case: str) -> Problem:
         """The whole model as one problem: the gradients of all its parameters by the mean loss of all micro batches."""
         shape = self.shape
-        tokens, labels = (t.flatten(0, 1) for t in (self.tokens, self.labels))
+        batch = self.batch
+        tokens, labels, weights = (t.flatten(0, 1) for t in (batch.tokens, batch.labels, batch.weights))
         constants = {
             "tokens": tokens,
             "labels": labels,
-            "table": modules.rope_table(shape.length, shape.head, shape.dtype),
+            "table": modules.rope_table(tokens.shape[1], shape.head, shape.dtype),
             "layers": shape.layers,
             "heads": shape.heads,
             "groups": shape.groups,
             "epsilon": EPSILON,
         }
         inputs = {name: p.detach().clone() for name, p in self.model.named_parameters()}
-        cotangent = torch.full(labels.shape, -1.0 / labels.numel())
         reduction = max(labels.numel(), shape.vocabulary, 2 * shape.ffn, shape.hidden)
         name = "model, tied" if shape.tied else "model"
         return Problem(
-            name, case, shape.dtype, inputs, constants, "recorded", (cotangent,), modules.model, reduction, visible()
+            name, case, shape.dtype, inputs, constants, "recorded", (-weights,), modules.model, reduction, visible()
         )
 
 
@@ -298,6 +322,40 @@ def recording(model: torch.nn.Module, plant: Plant | None = None) -> Iterator[li
             setattr(functions, name, original)
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def substituted() -> Iterator[None]:
+    """Every operator's backward is its surrogate's, in FP64; the forwards' bits stay: seed 000's gradient reference."""
+    originals = {name: getattr(functions, name) for name in OPERATORS}
+
+    def wrap(operator: str) -> Callable[..., Outputs]:
+        def call(*given: Any) -> Outputs:
+            with torch.no_grad():
+                outs: Outputs = originals[operator](*given)
+            if not torch.is_grad_enabled():
+                return outs
+            named = dict(zip(OPERATORS[operator], given, strict=True))
+            inputs = {n: t for n, t in named.items() if isinstance(t, Tensor) and t.requires_grad}
+            constants = {"prefix": 0, **{n: t for n, t in named.items() if n not in inputs}}
+            flat = outs if isinstance(outs, tuple) else (outs,)
+            wide = {n: t.double() for n, t in inputs.items()}
+            values = MODULES[operator].surrogate(wide, constants, Bridge(flat[0].dtype, {}))
+            values = values if isinstance(values, tuple) else (values,)
+            shown = tuple(
+                visible_with_surrogate(out, value.to(out.dtype)) for out, value in zip(flat, values, strict=True)
+            )
+            return shown if isinstance(outs, tuple) else shown[0]
+
+        return call
+
+    try:
+        for name in OPERATORS:
+            setattr(functions, name, wrap(name))
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(functions, name, original)
 
 
 def _with_backward(outs: Outputs, wrong: Outputs) -> Outputs:
