@@ -51,7 +51,8 @@ def window(document: Mapping[str, Any], arm: str) -> list[float]:
 def apart(document: Mapping[str, Any], other: str) -> float:
     """The largest difference of the validation NLL between the arm under test and another, within the window."""
     pairs = zip(window(document, TEST), window(document, other), strict=True)
-    return max(abs(a - b) for a, b in pairs)
+    differences = [abs(a - b) for a, b in pairs]
+    return math.nan if any(map(math.isnan, differences)) else max(differences)
 
 
 def localise(document: Mapping[str, Any], other: str) -> tuple[str, str] | None:
