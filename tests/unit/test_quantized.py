@@ -86,6 +86,24 @@ def test_a_blocks_scale_is_one_division(amax: float, power_of_two: bool) -> None
     assert quantized.scale.item() == fp32(1 / Fraction(encode))
 
 
+def test_an_amax_below_epsilon_is_epsilon_and_a_block_of_zeros_has_the_scale_one() -> None:
+    x = torch.tensor([[2.0**-20, -(2.0**-21)], [0.0, 0.0], [3.0, 1.0]])
+    assert Float8((1, 128), amax_epsilon=2.0**-6).quantize(x).scale[:, 0].tolist() == [
+        fp32(1 / Fraction(448 * 2**6)), fp32(1 / Fraction(448 * 2**6)), fp32(1 / Fraction(fp32(Fraction(448, 3)))),
+    ]  # fmt: skip
+    assert Float8((1, 128)).quantize(x).scale[1].item() == 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_scale_that_overflows_is_the_largest_value_of_the_dtype(dtype: torch.dtype) -> None:
+    """Of a block its own dtype's, of a whole tensor FP32's; with its mantissa cleared both are 2^127."""
+    x = torch.full((1, 2), 2.0**-130, dtype=dtype)
+    largest = Fraction(torch.finfo(dtype).max), Fraction(torch.finfo(torch.float32).max)
+    for block, most in zip(((1, 128), None), largest, strict=True):
+        assert Float8(block).quantize(x).scale.item() == fp32(1 / most)
+        assert Float8(block, power_of_two=True).quantize(x).scale.item() == 2.0**-127
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.floats(min_value=0, max_value=float(torch.finfo(torch.float32).max), width=32))
 def test_an_mx_scale_is_the_least_power_of_two_that_saturates_nothing(amax: float) -> None:
