@@ -393,3 +393,19 @@ def test_clipping_is_of_the_global_norm_and_decay_of_the_main() -> None:
     state = {n: Moments(torch.tensor([2.0]), zero, zero, 0.5 * (n == "b"), 1) for n in "ab"}
     changes = one.changes(state, taken)
     assert changes["a"].item() == pytest.approx(-0.1) and changes["b"].item() == pytest.approx(-0.1 - 0.1 * 0.5 * 2)
+
+
+def test_from_a_level_state_no_element_is_divided_by_next_to_nothing() -> None:
+    """Of an element whose gradients were 1e-9 Adam makes a step as large as any; of rounding in it, too."""
+    main = torch.nn.Parameter(torch.zeros(4))
+    adam = torch.optim.AdamW([main], lr=1.0, weight_decay=0.0)
+    main.grad = torch.tensor([1.0, 1.0, 1.0, 1e-9])
+    adam.step()
+    updates.level(adam)
+    state = updates.moments(adam, {"main": main})["main"]
+    assert torch.equal(state.second, state.second.mean().expand(4)) and state.second[0] > 0
+    before = main.detach().clone()
+    main.grad = torch.tensor([1.0, 1.0, 1.0, -1e-9])
+    adam.step()
+    change = (main.detach() - before).abs()
+    assert change[3] < 1e-6 * change[0]

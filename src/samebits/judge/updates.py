@@ -83,6 +83,16 @@ def moments(adam: torch.optim.Optimizer, mains: Mapping[str, Tensor]) -> dict[st
     return found
 
 
+@torch.no_grad()
+def level(adam: torch.optim.Optimizer) -> None:
+    """Give all elements of a parameter the mean of their second moments, before a step that is to be compared.
+
+    An element whose gradients were next to nothing is divided by next to nothing: its update is the sign of rounding,
+    on either side. From a level state an update is as well conditioned as its gradient."""
+    for state in adam.state.values():
+        state["exp_avg_sq"].fill_(state["exp_avg_sq"].mean())
+
+
 def taken(
     adam: torch.optim.Optimizer, mains: Mapping[str, Tensor], step: Callable[[], None]
 ) -> dict[str, Tensor | None]:

@@ -243,7 +243,8 @@ def in_training(tally: Tally) -> list[dict[str, Any]]:
             for shape in of_way:
                 trainer = Trainer(shape)
                 trainer.backward()
-                trainer.step()  # so that the optimizer's state is not empty, and the update no sign alone
+                trainer.step()  # so that the optimizer's state is not empty
+                updates.level(trainer.adam)
                 problem, state = trainer.problem("second step"), updates.moments(trainer.adam, trainer.mains)
                 trainer.backward()
                 taken = trainer.step()

@@ -167,6 +167,7 @@ def first(layers: int, hidden: int) -> list[dict[str, Any]]:
         arm.step(number, one)
     trainer.batch = given[-1]
     problem = trainer.problem("checkpoint")
+    updates.level(trainer.adam)
     state = updates.moments(trainer.adam, trainer.mains)
     optimizer = dataclasses.replace(ADAM, learning_rate=rate(CHECKPOINT + 1))
     for group in trainer.adam.param_groups:
