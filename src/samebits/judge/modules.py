@@ -160,13 +160,15 @@ def attention(query: Tensor, key: Tensor, value: Tensor, scale: float, bridge: B
     key, value = (t.repeat_interleave(group, 2) for t in (key, value))
     scores = torch.einsum("qbhd,kbhd->bhqk", query, key) * scale
     later = torch.arange(key.shape[0])[None] > torch.arange(query.shape[0])[:, None] + earlier
+    # Kept in FP32: an error that is small beside a score is a relative one of its exponential.
+    scores = bridge.known(scores, torch.float32)
     probabilities = _Softmax.apply(scores.masked_fill(later, -torch.inf), bridge)
     return torch.einsum("bhqk,kbhd->qbhd", probabilities, value)
 
 
 def router(x: Tensor, weight: Tensor, routes: Tensor, bridge: Bridge) -> Tensor:
     """Probabilities [T, k] of the routes int64 [T, k], each token's summing to one."""
-    chosen = _Softmax.apply(x @ weight.T, bridge).gather(-1, routes)
+    chosen = _Softmax.apply(bridge.known(x @ weight.T, torch.float32), bridge).gather(-1, routes)
     return chosen / chosen.sum(-1, keepdim=True)
 
 

@@ -84,12 +84,18 @@ class Bridge:
         """A linear layer of a composite: x [..., K] and weight [N, K] -> [..., N]."""
         return self.show("linear", x @ weight.T, x, weight)
 
-    def moved(self, value: Tensor) -> Tensor:
-        """The value, or each element times 1 + u · r, r uniform in [-1, 1]."""
+    def moved(self, value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """The value, or each element times 1 + u · r, r uniform in [-1, 1].
+
+        dtype: of the value where it is kept, whose unit roundoff u is; default: the one under test."""
         if self.noise is None or not value.is_floating_point():
             return value
         drawn = torch.rand(value.shape, generator=self.noise, dtype=torch.float64) * 2 - 1
-        return value * (1 + UNIT[self.dtype] * drawn)
+        return value * (1 + UNIT[dtype or self.dtype] * drawn)
+
+    def known(self, value: Tensor, dtype: torch.dtype) -> Tensor:
+        """An intermediate value that a module keeps in `dtype`: moved, with its own gradient."""
+        return visible_with_surrogate(self.moved(value, dtype), value)
 
     def _narrow(self, one: Any) -> Any:
         return one.detach().to(self.dtype) if isinstance(one, Tensor) and one.is_floating_point() else one
@@ -260,14 +266,16 @@ def measure(name: str, found: Tensor | None, against: Expected, dtype: torch.dty
     return Measured(name, max_abs, relative, ratio, cosine, floor, tolerance, resolved, wrong)
 
 
-def compare(candidate: Candidate, problem: Problem) -> list[Measured]:
-    """Layer 1 of one problem: each input's gradient beside its reference."""
-    return beside(gradients(candidate, problem), problem)
+def compare(candidate: Candidate, problem: Problem, against: Mapping[str, Expected] | None = None) -> list[Measured]:
+    """Layer 1 of one problem: each input's gradient beside its reference. against: `expected` of it, if it is known."""
+    return beside(gradients(candidate, problem), problem, against)
 
 
-def beside(found: Mapping[str, Tensor | None], problem: Problem) -> list[Measured]:
+def beside(
+    found: Mapping[str, Tensor | None], problem: Problem, against: Mapping[str, Expected] | None = None
+) -> list[Measured]:
     """Layer 1 of one problem whose gradients are there already: each beside its reference."""
-    against, times = expected(problem), factor(problem.dtype, problem.reduction)
+    against, times = against or expected(problem), factor(problem.dtype, problem.reduction)
     return [measure(name, found[name], against[name], one.dtype, times) for name, one in problem.inputs.items()]
 
 
