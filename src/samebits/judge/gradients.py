@@ -70,7 +70,7 @@ def _row(row: Mapping[str, Any]) -> list[str]:
     worst = row["worst"]
     if worst is not None and not worst["relative"] <= worst["tolerance"] and not row["wrong"]:
         found.append(f"an error of {worst['relative']:.3g}, {worst['tolerance']:.3g} is the most")
-    # An update's floor can be high where Adam divides by little; that of a gradient may not hide all of its cases.
+    # A floor may hide a case, but not every one.
     if row["compared"] == row["zero"] + row["unresolved"] or worst is None:
         found.append("no comparison tells anything")
     if row["of"] == "specimen" or row["module"] in MEGATRON:
