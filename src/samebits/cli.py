@@ -20,6 +20,8 @@ from samebits.errors import SamebitsError
 from samebits.sources.pins import ROOT
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from samebits.sources.patching import Patch, Read
     from samebits.sources.pins import Base, Pins, Upstream
 
@@ -411,6 +413,29 @@ def run_rl(
     _verdict(receipt, summary(receipt))
 
 
+@run.command("sft")
+def run_sft(
+    folder: Annotated[Path, typer.Option("--out", help="a new folder for the page, sft.json and the log")],
+    steps: Annotated[int, typer.Option(min=1, help="of each arm; with fewer than 40 no verdict is a pass")] = 40,
+    layers: Annotated[int, typer.Option(min=1, help="of the seeded Qwen3")] = 2,
+    hidden: Annotated[int, typer.Option(min=128, help="a multiple of 128")] = 1024,
+) -> None:
+    """Train three arms on one task, data and order: under test, gradient reference, native baseline.
+
+    Layer 3 of the backward's validation, on the CPU: first one step beside FP64, then the curves. What a difference is
+    due to is said by rules that were fixed before. Exit code 0 for the verdict pass, 1 for any other.
+
+    Example: `samebits run sft --out build/sft`
+    """
+    from samebits.probe import sft
+
+    with _phases() as say:
+        document = sft.check(steps, layers, hidden, folder, say)
+    _page(folder / "sft.html", "Layer 3: three arms of a supervised run", sft.tables(document), sft.notes(document))
+    if document["verdict"] != "pass":
+        raise typer.Exit(1)
+
+
 @contextmanager
 def _saying() -> Iterator[Callable[[str], None]]:
     """Says each phase of a run as it comes, and shows the present one where somebody looks."""
@@ -544,6 +569,56 @@ def check_planted(
         raise typer.Exit(1)
 
 
+@check.command("gradients")
+def check_gradients(
+    folder: Annotated[Path, typer.Option("--out", help="a new folder for the page, gradients.json and the log")],
+    seeds: Annotated[int, typer.Option(min=1, help="of random inputs; more are more of the same")] = 3,
+) -> None:
+    """Compare each module's gradients with an independent FP64 reference, and try the comparison on planted faults.
+
+    Layer 1 of the backward's validation, on the CPU: the aligned functions and modules of Megatron Core, a model in
+    training with its one-step updates, and hand-written modules, right and wrong. Exit code 1 if a gradient is wrong, a
+    fault is not named by module and tensor, or something was not asked.
+
+    Example: `samebits check gradients --out build/gradients`
+    """
+    from samebits.judge.gradients import missed
+    from samebits.probe import gradients
+
+    with _phases() as say:
+        document = gradients.check(seeds, folder, say)
+    notes = [f"not covered: {text}" for text in document["not_covered"]]
+    _page(folder / "gradients.html", "Layer 1: gradients of modules", gradients.tables(document), notes)
+    if wrong := missed(document, None):
+        err.print(f"error: not what it must be: {'; '.join(wrong)}", style="red", markup=False)
+        raise typer.Exit(1)
+
+
+@check.command("conventions")
+def check_conventions(
+    folder: Annotated[Path, typer.Option("--out", help="a new folder for the page, conventions.json and the log")],
+    steps: Annotated[int, typer.Option(min=0, help="that the checkpoint has taken")] = 20,
+    layers: Annotated[int, typer.Option(min=1, help="of the model")] = 4,
+) -> None:
+    """Compare dX and dW of every quantized layer under two conventions: of what the forward used, and of the master.
+
+    Layer 2 of the backward's validation, on the CPU, for each combination of weight and activation formats. The page
+    says cosine and ratio of norms by class and layer, and lists outliers.
+
+    Example: `samebits check conventions --out build/conventions`
+    """
+    from samebits.judge.conventions import missed
+    from samebits.probe import conventions
+
+    with _phases() as say:
+        document = conventions.check(steps, layers, folder, say)
+    notes = ["by itself: of one layer, both with one cotangent; the rest is of the whole backward"]
+    _page(folder / "conventions.html", "Layer 2: conventions of the gradient", conventions.tables(document), notes)
+    if wrong := missed(document):
+        err.print(f"error: not what it must be: {'; '.join(wrong)}", style="red", markup=False)
+        raise typer.Exit(1)
+
+
 @check.command("replay")
 def check_replay(
     folders: Annotated[list[Path], typer.Argument(metavar="REPLAY...", help="OUT/replay/left or right of localise")],
@@ -563,6 +638,19 @@ def check_replay(
         out.print(f"{row['folder']}: {row['operator']}: {row['differ']} of {row['elements']} elements differ")
     if any(row["differ"] for row in rows):
         raise typer.Exit(1)
+
+
+def _page(path: Path, title: str, tables: "list[Table]", notes: list[str]) -> None:
+    """Print tables and notes, and write them to a page."""
+    from samebits.report.tables import WIDTH, write_page
+
+    write_page(path, title, tables, notes)
+    wide = Console(width=max(out.width, WIDTH))
+    for table in tables:
+        wide.print(table)
+    for note in notes:
+        out.print(note, markup=False)
+    out.print(str(path), markup=False)
 
 
 def _print_matrix(document: dict[str, Any]) -> None:
@@ -675,18 +763,21 @@ def check_contract(
         bool, typer.Option("--write", help="make the document's tables anew instead of comparing")
     ] = False,
 ) -> None:
-    """Compare docs/numerical-contract.md with the table of operators in the code, and that table with the tests.
+    """Compare both contracts under docs/, numerical and backward, with their tables in the code, and those with tests.
 
     Examples: `samebits check contract`, `samebits check contract --write`
     """
     from samebits.judge import contract
+    from samebits.judge.backward_contract import BACKWARD
 
-    document = ROOT / "docs" / "numerical-contract.md"
-    if write:
-        contract.write(document)
-    contract.check(document, ROOT)
-    tests = {test for row in (*contract.ROWS, *contract.APART) for test in row.tests}
-    out.print(f"{document.relative_to(ROOT)}: {len(contract.ROWS)} operators, {len(tests)} tests, as in the code")
+    for catalogue in (contract.NUMERICAL, BACKWARD):
+        document = ROOT / "docs" / catalogue.file
+        if write:
+            contract.write(document, catalogue)
+        contract.check(document, ROOT, catalogue)
+        rows = list(catalogue.tests())
+        tests = {test for _, named in rows for test in named}
+        out.print(f"{document.relative_to(ROOT)}: {len(rows)} rows, {len(tests)} tests, as in the code")
 
 
 @bench.command("cpu")

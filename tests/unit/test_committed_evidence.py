@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from samebits.bench import gemm
-from samebits.evidence import eventlog, planted, receipt
+from samebits.evidence import eventlog, gradients, planted, receipt
 from samebits.evidence.invariance import KIND
 from samebits.evidence.measurement import BENCH, ENGINES, GEMM, OPERATORS
 from samebits.judge import (
+    conventions,
     missed_engines,
     missed_faults,
     missed_operators,
@@ -18,7 +19,9 @@ from samebits.judge import (
     read_bounds,
     rejudge,
     rejudge_matrix,
+    sft,
 )
+from samebits.judge import gradients as layer_1
 from samebits.recipe import arms, launch
 from samebits.report import block, render_card, render_measured, render_svg_summary, render_table
 from samebits.sources import native
@@ -107,6 +110,23 @@ def test_the_loop_kept_its_time_and_memory() -> None:
         assert whole <= 18 * 60 and without <= 12 * 60
     else:
         assert whole <= 25 * 60 and without <= 23 * 60
+
+
+def test_no_right_module_was_accused_in_100_seeds_and_every_planted_fault_was_named() -> None:
+    """`samebits check gradients --seeds 100`: judged again from its own numbers."""
+    document = gradients.KIND.read(EVIDENCE / "cpu" / "gradients.json")
+    assert layer_1.missed(document) == [] and document["execution"]["git_dirty"] is False
+
+
+def test_every_quantized_layer_was_compared_under_both_conventions() -> None:
+    document = gradients.CONVENTIONS.read(EVIDENCE / "cpu" / "conventions.json")
+    assert conventions.missed(document) == [] and document["execution"]["git_dirty"] is False
+
+
+def test_three_arms_of_the_loops_model_agreed_over_40_steps() -> None:
+    document = gradients.SFT.read(EVIDENCE / "cpu" / "sft.json")
+    assert sft.verdict(document) == (document["verdict"], document["why"]) == ("pass", [])
+    assert document["steps"] >= 40 and document["execution"]["git_dirty"] is False
 
 
 def test_the_whole_matrix_has_no_mismatch_in_the_invariant_arm_and_some_in_the_other() -> None:

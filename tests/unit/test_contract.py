@@ -5,16 +5,27 @@ import re
 
 import pytest
 
-from samebits.judge import contract
-from samebits.judge.contract import ContractError
+from samebits.judge import backward_contract, contract
+from samebits.judge.backward_contract import BACKWARD
+from samebits.judge.contract import Catalogue, ContractError
+from samebits.judge.modules import MODULES
+from samebits.judge.quantized import MODES
 from samebits.sources.pins import ROOT
 
 DOCUMENT = ROOT / "docs" / "numerical-contract.md"
 SOURCES = ROOT / "patches" / "vllm" / "0003-batch-invariant-cpu" / "files" / "csrc" / "batch_invariant" / "cpu"
 
 
-def test_the_page_and_the_tests_are_those_of_the_table() -> None:
-    contract.check(DOCUMENT, ROOT)
+@pytest.mark.parametrize("catalogue", [contract.NUMERICAL, BACKWARD], ids=lambda one: one.file)
+def test_the_page_and_the_tests_are_those_of_the_table(catalogue: Catalogue) -> None:
+    contract.check(ROOT / "docs" / catalogue.file, ROOT, catalogue)
+
+
+def test_every_module_class_that_layer_1_judges_has_a_row() -> None:
+    rows = " ".join(row.module for row in backward_contract.ROWS)
+    judged = {name.partition(",")[0] for name in MODULES} - {"linear with bias", "merged attention", "masked loss"}
+    assert "quantized linear" in judged and not [name for name in judged if name.split()[0] not in rows]
+    assert [mode for mode in MODES if f"quantized linear, `{mode}`" not in rows] == []
 
 
 def test_every_operator_of_the_librarys_sources_has_a_row() -> None:

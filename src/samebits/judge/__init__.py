@@ -1,7 +1,8 @@
 """The judge: what the recorded capsules of a run prove, and what they do not.
 
 It imports numpy, `samebits.evidence` and the standard library, never an engine, a trainer or a patch: what it
-judges cannot change how it judges.
+judges cannot change how it judges. What computes references of gradients (`vjp`, `modules`, `quantized`, `updates`,
+`conventions`) imports torch besides, and is imported by name.
 """
 
 from .compare import Comparison, compare

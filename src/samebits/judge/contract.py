@@ -7,7 +7,7 @@ tests that the rows name, with what is there. An implementation may take another
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -222,41 +222,59 @@ def text() -> str:
             row.fixed,
             row.free,
             row.implementations,
-            _names(row.tests),
+            names(row.tests),
         )
         for row in ROWS
     ]
-    apart = [(row.what, row.how, row.why, _names(row.tests)) for row in APART]
+    apart = [(row.what, row.how, row.why, names(row.tests)) for row in APART]
     return "\n".join(
         (
             f"CPU: `{NAME}`. All operators are `torch.ops.{NAMESPACE}.*`.",
             "",
-            *_table(("operator", "dtypes", "accumulation and order", "casts"), arithmetic),
+            *table(("operator", "dtypes", "accumulation and order", "casts"), arithmetic),
             "",
-            *_table(("operator", "fixed", "may vary", "implementations", "tests"), proofs),
+            *table(("operator", "fixed", "may vary", "implementations", "tests"), proofs),
             "",
             "What torch computes on both sides, and no operator does:",
             "",
-            *_table(("what", "arithmetic", "why the bits agree", "tests"), apart),
+            *table(("what", "arithmetic", "why the bits agree", "tests"), apart),
         )
     )
 
 
-def _names(tests: tuple[str, ...]) -> str:
+def names(tests: tuple[str, ...]) -> str:
+    """Tests as a cell: file and function."""
     return "; ".join(f"`{test.rpartition('/')[2]}`" for test in tests)
 
 
-def _table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
+def table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """The lines of a table in Markdown."""
     lines = [heads, ("---",) * len(heads), *rows]
     return ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
 
 
-def missing_tests(root: Path) -> list[str]:
-    """The tests that a row names and that are not there, as OPERATOR: FILE::FUNCTION."""
+def tests() -> list[tuple[str, tuple[str, ...]]]:
+    """What each row is of, and the tests that it names."""
+    return [(row.operator, row.tests) for row in ROWS] + [(row.what, row.tests) for row in APART]
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """A document under docs/ with a generated part. text: that part. tests: as `tests` above."""
+
+    file: str
+    text: Callable[[], str]
+    tests: Callable[[], Iterable[tuple[str, tuple[str, ...]]]]
+
+
+NUMERICAL = Catalogue("numerical-contract.md", text, tests)
+
+
+def missing_tests(root: Path, catalogue: Catalogue = NUMERICAL) -> list[str]:
+    """The tests that a row names and that are not there, as ROW: FILE::FUNCTION."""
     known: dict[str, set[str]] = {}
     missing = []
-    tests = [(row.operator, row.tests) for row in ROWS] + [(row.what, row.tests) for row in APART]
-    for name, named in tests:
+    for name, named in catalogue.tests():
         for test in named:
             file, _, function = test.partition("::")
             if file not in known:
@@ -268,20 +286,20 @@ def missing_tests(root: Path) -> list[str]:
     return missing
 
 
-def check(document: Path, root: Path) -> None:
-    """ContractError unless the document's generated part is `text()` and every test that a row names is there."""
-    if missing := missing_tests(root):
+def check(document: Path, root: Path, catalogue: Catalogue = NUMERICAL) -> None:
+    """ContractError unless the document's generated part is the catalogue's and each test that a row names is there."""
+    if missing := missing_tests(root, catalogue):
         raise ContractError(
             f"the contract names tests that are not there: {', '.join(missing)}; correct the row's tests"
         )
-    if _parts(document)[1] != text():
+    if _parts(document)[1] != catalogue.text():
         raise ContractError(f"{document}: is not of the table in the code; run `samebits check contract --write`")
 
 
-def write(document: Path) -> None:
-    """Put `text()` between the document's markers."""
+def write(document: Path, catalogue: Catalogue = NUMERICAL) -> None:
+    """Put the catalogue's text between the document's markers."""
     before, _, after = _parts(document)
-    document.write_text(f"{before}{BEGIN}\n\n{text()}\n\n{END}{after}", encoding="utf-8")
+    document.write_text(f"{before}{BEGIN}\n\n{catalogue.text()}\n\n{END}{after}", encoding="utf-8")
 
 
 def _parts(document: Path) -> tuple[str, str, str]:
