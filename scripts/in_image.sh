@@ -31,5 +31,7 @@ if [ -z "$id" ]; then
     [ -n "$id" ] || fail "podman has no image $digest after pulling $image. Remedy: see podman images --digests."
 fi
 mkdir -p "$out"
-exec "${podman[@]}" run --rm --network none --pids-limit=-1 --shm-size 2g --ulimit nofile=65536:65536 \
+# Podman asks for more than a container's own root may: these suffice.
+limits=(--ulimit nofile=16384:16384 --ulimit nproc=32768:32768)
+exec "${podman[@]}" run --rm --network none --pids-limit=-1 --shm-size 2g "${limits[@]}" \
     --env "SAMEBITS_IMAGE=$digest" --env SAMEBITS_BUILD=/out --volume "$(cd "$out" && pwd):/out" "$id" "$@"

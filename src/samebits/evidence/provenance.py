@@ -134,10 +134,11 @@ def collect(
 ) -> dict[str, Any]:
     """The identity of a run that is about to start.
 
-    root: the repository, or its place in an image, where INVENTORY stands for commit and wheels, and SAMEBITS_IMAGE in the
-    environment is the image's digest, which no image can hold itself. lock: the lock file. requirements: the requirements.txt that `samebits build wheels`
-    left; the wheels lie beside it, and each must be the one installed here. tree: instead, the note of `samebits build
-    tree`, whose files must lie beside it; where there is no repository its commit is the run's. arm: 0 or 1.
+    root: the repository, or its place in an image, where INVENTORY stands for commit and wheels, and SAMEBITS_IMAGE in
+    the environment is the image's digest, which no image can hold itself. lock: the lock file. requirements: the
+    requirements.txt that `samebits build wheels` left; the wheels lie beside it, and each must be the one installed
+    here. tree: instead, the note of `samebits build tree`, whose files must lie beside it; where there is no repository
+    its commit is the run's. arm: 0 or 1.
     runner: vLLM's model runner, v1 or v2. model: name, seed, tokenizer_sha256 and the geometry. threads: of one
     operator; default: the processors this process may use. contract: the name of the numerical contract that both
     sides compute by; None at arm 0. kernels: what torch dispatches on. ProvenanceError with the remedy otherwise."""
@@ -238,6 +239,12 @@ def installed_wheels(requirements: Path) -> dict[str, str]:
         if not _is_installed(at_hand[digest]):
             raise ProvenanceError(f"{at_hand[digest].name} is not what is installed in this environment; {remedy}")
     return dict(sorted((at_hand[digest].name, digest) for _, digest in stated))
+
+
+def wheels_here(root: Path, requirements: Path) -> dict[str, str]:
+    """The patched wheels of the image that this runs in, or else of the environment (`installed_wheels`)."""
+    inventory = root / INVENTORY
+    return dict(image_inventory(inventory)["wheels"]) if inventory.is_file() else installed_wheels(requirements)
 
 
 def image_inventory(inventory: Path, root: Path = Path("/")) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Composes an image: layers made or taken from the cache, an OCI layout written beside and moved into place at once.
 
-The digest depends on the commit, the locks, the pins and the patches, and on nothing of the machine. A layout folder has
-the OCI files, `listings/` (a line a path of each layer), `sbom.json` and, last, `image.json`, its manifest.
+The digest depends on the commit, the locks, the pins and the patches, and on nothing of the machine. A layout folder
+has the OCI files, `listings/` (a line a path of each layer), `sbom.json` and, last, `image.json`, its manifest.
 """
 
 import fcntl
@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from samebits.image import delivery
 from samebits.image.debian import base_layer
 from samebits.image.layers import MEDIA_TYPE, Layer, Made, Writer, key_of, make, write_wheel
 from samebits.image.plan import Image, ImageError, Wheel, check, load_debs, load_image, load_wheels
@@ -158,7 +159,7 @@ def patched_layer(source: Source, profile: str, cache: Path) -> Layer:
 
 
 def last_layer(source: Source, profile: str, below: Sequence[Made], cache: Path) -> Layer:
-    """samebits itself, as committed, and the inventory of what lies below: what a run in the image can say of itself."""
+    """samebits itself, as committed, and the inventory of what lies below: what a run in it says of itself."""
     image = source.image
     patched = below[-1]
     records = {
@@ -204,7 +205,12 @@ def locked(cache: Path) -> Iterator[None]:
     (cache / "image").mkdir(parents=True, exist_ok=True)
     with (cache / "image" / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        for left in (*cache.glob(".fetch-*"), *cache.glob(".base-*"), *cache.glob(".wheels-*"), *(cache / "image").glob(".*")):
+        for left in (
+            *cache.glob(".fetch-*"),
+            *cache.glob(".base-*"),
+            *cache.glob(".wheels-*"),
+            *(cache / "image").glob(".*"),
+        ):
             shutil.rmtree(left)
         yield
 
@@ -219,7 +225,11 @@ def listing_path(cache: Path, key: str) -> Path:
 
 def obtain(layer: Layer, epoch: int, cache: Path, say: Say) -> Made:
     """The layer from the cache, verified, or made. Raises ImageError for a cached one that was altered."""
-    note, blob, listing = cache / "image" / f"{layer.key}.json", blob_path(cache, layer.key), listing_path(cache, layer.key)
+    note, blob, listing = (
+        cache / "image" / f"{layer.key}.json",
+        blob_path(cache, layer.key),
+        listing_path(cache, layer.key),
+    )
     if note.is_file():
         made = Made(**json.loads(note.read_text()))
         for path, digest in ((blob, made.digest), (listing, made.listing)):
@@ -240,7 +250,8 @@ def obtain(layer: Layer, epoch: int, cache: Path, say: Say) -> Made:
             os.replace(Path(scratch) / name, path)
         (Path(scratch) / "note").write_text(json.dumps(asdict(made), indent=1))
         os.replace(Path(scratch) / "note", note)
-    say(f"layer {layer.name}: {made.size / 1e6:.0f} MB of {made.unpacked / 1e6:.0f} MB, {time.monotonic() - began:.0f} s")
+    seconds = time.monotonic() - began
+    say(f"layer {layer.name}: {made.size / 1e6:.0f} MB of {made.unpacked / 1e6:.0f} MB, {seconds:.0f} s")
     return made
 
 
@@ -254,24 +265,12 @@ def forget_unused(cache: Path) -> None:
 
 
 def read_listing(path: Path) -> dict[str, str]:
-    """path -> what a layer has there: "SHA256 644", "folder 755", "-> TARGET 777"."""
+    """path -> what a layer has there, a file's sha256, "folder", "->TARGET" or "=TARGET", and its permissions."""
     found = {}
     for line in path.read_text().splitlines():
-        what, mode, name = _split(line)
+        what, mode, name = line.split(" ", 2)
         found[name] = f"{what} {mode}"
     return found
-
-
-def _split(line: str) -> tuple[str, str, str]:
-    """A line of a listing, whose names may hold blanks: WHAT MODE NAME, WHAT being one word, or "-> TARGET"."""
-    head, arrow, rest = "", "", line
-    if line[:2] in ("->", "= "):
-        head, rest = line.split(" ", 2)[:2], line.split(" ", 2)[2]  # type: ignore[assignment]
-        head, arrow = " ".join(head), ""
-    else:
-        head, rest = line.split(" ", 1)
-    mode, name = rest.split(" ", 1)
-    return head + arrow, mode, name
 
 
 def refuse_overlaps(made: Sequence[Made], cache: Path) -> None:
@@ -293,8 +292,6 @@ def refuse_other(out: Path) -> None:
 
 def write_layout(source: Source, profile: str, made: Sequence[Made], out: Path, cache: Path) -> str:
     """Write the OCI layout of these layers, and move it to `out` in one step. Returns the digest."""
-    from samebits.image import delivery
-
     out.parent.mkdir(parents=True, exist_ok=True)
     for left in out.parent.glob(f".{out.name}.partial-*"):
         shutil.rmtree(left)
@@ -317,14 +314,17 @@ def write_layout(source: Source, profile: str, made: Sequence[Made], out: Path, 
     descriptor = {"mediaType": manifest["mediaType"], **_put(blobs, manifest)}
     (partial / "oci-layout").write_text('{"imageLayoutVersion":"1.0.0"}')
     (partial / "index.json").write_bytes(_json({"schemaVersion": 2, "manifests": [descriptor]}))
-    delivery.describe(source, profile, made, partial)
+    delivery.describe(source.root, source.pins, source.image, profile, source.commit, made, partial)
     _swap(partial, out)
     return str(descriptor["digest"])
 
 
 def _config(source: Source, profile: str, made: Sequence[Made]) -> dict[str, Any]:
     image, created = source.image, time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(source.image.epoch))
-    labels = {"org.opencontainers.image.revision": source.commit, "org.opencontainers.image.title": f"samebits-{profile}"}
+    labels = {
+        "org.opencontainers.image.revision": source.commit,
+        "org.opencontainers.image.title": f"samebits-{profile}",
+    }
     return {
         "created": created,
         "architecture": "amd64",

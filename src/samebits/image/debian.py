@@ -66,7 +66,9 @@ def _run(command: list[str], environment: dict[str, str] | None = None) -> str:
             command, capture_output=True, text=True, env=environment, umask=0o022, stdin=subprocess.DEVNULL
         )
     except FileNotFoundError:
-        raise ImageError(f"{command[0]} is not installed. Remedy: `apt-get install mmdebstrap` (Debian, Ubuntu).") from None
+        raise ImageError(
+            f"{command[0]} is not installed. Remedy: `apt-get install mmdebstrap` (Debian, Ubuntu)."
+        ) from None
     if done.returncode:
         said = "\n".join(line for line in done.stderr.splitlines() if line[:2] in ("E:", "W:"))[-1500:]
         raise ImageError(f"{command[0]} failed: {said or done.stderr[-800:]}\nRemedy: mend what it names.")

@@ -18,10 +18,10 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, cast
+from urllib.parse import quote
 
 from samebits.image.plan import ImageError
 
-FORMAT = 1  # raised when the same content would become other bytes
 LEVEL = 3
 INTERPRETER = "/usr/bin/python3"
 MEDIA_TYPE = "application/vnd.oci.image.layer.v1.tar+zstd"
@@ -55,11 +55,12 @@ class Made:
 
 
 def key_of(*facts: object) -> str:
-    """One hash for facts whose repr says all of them, the tools that write layers, and this format."""
+    """One hash for facts whose repr says all of them, and for what writes layers: two packages and this file."""
     import installer
     import zstandard
 
-    tools = (FORMAT, LEVEL, installer.__version__, zstandard.__version__, zstandard.ZSTD_VERSION)
+    ours = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+    tools = (ours, installer.__version__, zstandard.__version__, zstandard.ZSTD_VERSION)
     return hashlib.sha256(repr((tools, facts)).encode()).hexdigest()
 
 
@@ -103,7 +104,7 @@ class Writer:
             self.folder(posixpath.dirname(path))
             info = tarfile.TarInfo(path)
             info.type, info.mode = tarfile.DIRTYPE, 0o755
-            self._paths[path] = "folder 755"
+            self._paths[path] = what_is(info, b"")
             self._add(info)
 
     def entry(self, path: str, info: tarfile.TarInfo, data: bytes) -> None:
@@ -111,9 +112,7 @@ class Writer:
         clean = tarfile.TarInfo(path)
         clean.type, clean.mode, clean.linkname = info.type, info.mode, info.linkname
         clean.uid, clean.gid, clean.size = info.uid, info.gid, len(data)
-        said = {tarfile.DIRTYPE: "folder", tarfile.SYMTYPE: f"-> {info.linkname}", tarfile.LNKTYPE: f"= {info.linkname}"}
-        what = said.get(info.type) or hashlib.sha256(data).hexdigest()
-        if self._is_new(path, f"{what} {info.mode:o}"):
+        if self._is_new(path, what_is(info, data)):
             self._add(clean, io.BytesIO(data))
 
     def listing(self) -> str:
@@ -132,6 +131,16 @@ class Writer:
     def _add(self, info: tarfile.TarInfo, data: BinaryIO | None = None) -> None:
         info.mtime = self._epoch
         self._tar.addfile(info, data)
+
+
+def what_is(info: tarfile.TarInfo, data: bytes) -> str:
+    """What a listing says of an entry: a file's sha256, "folder", "->TARGET" or "=TARGET", and its permissions."""
+    links = {tarfile.SYMTYPE: "->", tarfile.LNKTYPE: "="}
+    if info.type in links:
+        what = links[info.type] + quote(info.linkname)
+    else:
+        what = "folder" if info.isdir() else hashlib.sha256(data).hexdigest()
+    return f"{what} {info.mode:o}"
 
 
 def make(layer: Layer, epoch: int, blob: Path, listing: Path) -> Made:
@@ -160,7 +169,7 @@ def write_wheel(writer: Writer, path: Path, site: str) -> None:
 
     try:
         with WheelFile.open(path) as source:
-            install(source, _Destination(writer, site), additional_metadata={"INSTALLER": b"samebits\n"})
+            install(source, cast(Any, _Destination(writer, site)), additional_metadata={"INSTALLER": b"samebits\n"})
     except (InstallerError, zipfile.BadZipFile, configparser.Error) as error:
         raise ImageError(f"{path.name}: {error}. Remedy: lock another version.") from error
 

@@ -1,4 +1,4 @@
-"""Makes the locks of the image: which .debs (apt decides, from the machine's own mirror) and which wheels (pip decides).
+"""Makes the locks of the image: which .debs (apt decides, at this machine's mirror) and which wheels (pip decides).
 
 Nothing is downloaded but lists and metadata. apt verifies the lists by Debian's own keys.
 """
@@ -41,13 +41,16 @@ class Apt:
     """apt with a state of its own and one suite, whatever this machine's own Debian is."""
 
     def __init__(self, config: Path) -> None:
-        self._environment = {**os.environ, "APT_CONFIG": str(config), "LC_ALL": "C", "DEBIAN_FRONTEND": "noninteractive"}
+        self._environment = {
+            **os.environ,
+            "APT_CONFIG": str(config),
+            "LC_ALL": "C",
+            "DEBIAN_FRONTEND": "noninteractive",
+        }
 
     def __call__(self, *arguments: str, folder: Path | None = None, program: str = "apt-get") -> str:
         """Standard output of an apt command. Raises ImageError with what apt said."""
-        done = subprocess.run(
-            [program, *arguments], cwd=folder, env=self._environment, capture_output=True, text=True
-        )
+        done = subprocess.run([program, *arguments], cwd=folder, env=self._environment, capture_output=True, text=True)
         if done.returncode:
             said = "\n".join(line for line in done.stderr.splitlines() if line.startswith("E:"))[-1500:]
             raise ImageError(f"{program} {arguments[0]}: {said or done.stderr[-500:]}")
@@ -92,7 +95,7 @@ def apt(image: Image) -> Iterator[Apt]:
 
 
 def mirror() -> str:
-    """The address of Debian's archive: DEBIAN_MIRROR, else the first that this machine's apt knows. Raises ImageError."""
+    """The address of Debian's archive: DEBIAN_MIRROR, else the first that apt knows here. Raises ImageError."""
     said = os.environ.get("DEBIAN_MIRROR", "")
     if not said:
         files = [SOURCES / "sources.list", *sorted((SOURCES / "sources.list.d").glob("*"))]
@@ -140,7 +143,9 @@ def _wheels(image: Image, root: Path, profile: str) -> list[tuple[str, ...]]:
     for item in items:
         file = unquote(item["download_info"]["url"].rpartition("/")[2])
         name = re.sub(r"[-_.]+", "-", item["metadata"]["name"]).lower()
-        rows.append((name, item["metadata"]["version"], item["download_info"]["archive_info"]["hashes"]["sha256"], file))
+        rows.append(
+            (name, item["metadata"]["version"], item["download_info"]["archive_info"]["hashes"]["sha256"], file)
+        )
     for name in archives:
         version, hashes = wanted[name]
         (digest,) = hashes

@@ -9,6 +9,7 @@ import re
 import tomllib
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from samebits.errors import SamebitsError
 from samebits.sources.pins import PROFILES
@@ -85,7 +86,8 @@ def load_image(root: Path) -> Image:
         raise ImageError(f"{path.name}: {', '.join(wrong)}: missing or unknown. Remedy: correct it.")
     if set(said["lacking"]) != set(PROFILES):
         raise ImageError(f"{path.name}: lacking has other profiles than {', '.join(PROFILES)}. Remedy: correct it.")
-    return Image(**{key: tuple(value) if isinstance(value, list) else value for key, value in said.items()})
+    values: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in said.items()}
+    return Image(**values)
 
 
 def load_debs(root: Path) -> list[Deb]:
@@ -120,7 +122,9 @@ def _lines(path: Path, count: int, digest: int) -> list[list[str]]:
 def locked_packages(root: Path, profile: str) -> dict[str, tuple[str, frozenset[str]]]:
     """manifests/locks/PROFILE.txt: name -> (version, sha256 of each of its release files)."""
     text = (root / "manifests" / "locks" / f"{profile}.txt").read_text("utf-8")
-    found = re.findall(r"^([a-z0-9._-]+)==([^ ;]+)((?: --hash=sha256:[0-9a-f]{64})+)$", text.replace(" \\\n   ", ""), re.M)
+    found = re.findall(
+        r"^([a-z0-9._-]+)==([^ ;]+)((?: --hash=sha256:[0-9a-f]{64})+)$", text.replace(" \\\n   ", ""), re.M
+    )
     return {name: (version, frozenset(re.findall("sha256:([0-9a-f]{64})", hashes))) for name, version, hashes in found}
 
 

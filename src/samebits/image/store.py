@@ -79,8 +79,8 @@ def _fetch_wheels(image: Image, wheels: Sequence[Wheel], folder: Path) -> None:
     if done.returncode:
         said = "\n".join(line for line in done.stderr.splitlines() if not line.startswith("WARNING"))[-1500:]
         raise ImageError(
-            f"pip download failed:\n{said}\nRemedy: see that pip reaches its index; for a file that is no longer there, "
-            f"`make lock` and `{AGAIN}`."
+            f"pip download failed:\n{said}\nRemedy: see that pip reaches its index; for a file that is no longer there "
+            f"lock anew: `make lock`, `{AGAIN}`."
         )
 
 

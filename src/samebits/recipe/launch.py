@@ -248,8 +248,7 @@ def _run(planned: Plan, contract: str | None, out: pathlib.Path, say: Say) -> di
     what, environment, steps = planned.model, planned.environment, planned.steps
     started = time.monotonic()
     eventlog.append(log, "warm start", **asdict(what))
-    inventory = ROOT / provenance.INVENTORY
-    wheels = provenance.image_inventory(inventory)["wheels"] if inventory.is_file() else provenance.installed_wheels(WHEELS)
+    wheels = provenance.wheels_here(ROOT, WHEELS)
     say("warm start: a seeded Qwen3, taught the task (kept for the next run)")
     weights = warm_start.obtain(what, wheels, CACHE, environment, say)
     eventlog.append(log, "warm start ready", seconds=_since(started), key=weights.name)
