@@ -159,9 +159,6 @@ def _made_of(layout: Path, document: dict[str, Any], root: Path, names: list[str
     profile, image, pins = document["profile"], load_image(root), load_pins(root / "manifests" / "upstreams.toml")
     inventory, layers = strictjson.loads((root / "inventory.json").read_bytes()), document["image"]["layers"]
     listings = {name: read_listing(layout / LISTINGS / f"{name}.txt") for name in names}
-    compare("inventory: git_commit", document["source"]["git_commit"], inventory["git_commit"])
-    below = {layer["name"]: layer["diff_id"].removeprefix("sha256:") for layer in layers[:-1]}
-    compare("inventory: layers", below, inventory["layers"])
     for name, said in _parts(root, profile, image).items():
         compare(f"layer {name}: made of", said, next((x["parts"] for x in layers if x["name"] == name), {}))
     patched = delivery.patched_parts(layers)
@@ -169,9 +166,12 @@ def _made_of(layout: Path, document: dict[str, Any], root: Path, names: list[str
     _debian(layout, layers[0], root)
     for name, digest in inventory["records"].items():
         compare(f"layer patched: {name}", digest, listings["patched"].get(name, "nothing").split()[0])
+    _patched(listings["patched"], document, pins, image)
     derived = delivery.derive(root, pins, image, profile)
     compare("manifest", derived, {key: document[key] for key in derived})
-    _patched(listings["patched"], document, pins, image)
+    compare("inventory: git_commit", document["source"]["git_commit"], inventory["git_commit"])
+    below = {layer["name"]: layer["diff_id"].removeprefix("sha256:") for layer in layers[:-1]}
+    compare("inventory: layers", below, inventory["layers"])
     bill = hashlib.sha256(delivery.sbom(root, image, profile, patched)).hexdigest()
     compare(f"{SBOM}, made again", bill, document["sbom"])
 
