@@ -292,6 +292,52 @@ def deliver_render(
     out.print(str(document), markup=False)
 
 
+@deliver.command("prs")
+def deliver_prs(
+    source: Annotated[
+        list[str] | None,
+        typer.Option("--from", metavar="UPSTREAM=REPOSITORY", help="fetch a target from there; repeat for more"),
+    ] = None,
+    remote: Annotated[
+        str | None, typer.Option("--push", metavar="REMOTE", help="push each branch to REMOTE/NAME, with lease")
+    ] = None,
+    create: Annotated[
+        bool, typer.Option("--create", help="with --push: open drafts with gh, or renew their text")
+    ] = False,
+) -> None:
+    """Make the three pull requests below build/prs: a branch on each target's head, git am files, a bundle, the text.
+
+    Without options nothing else is changed. Running it again makes the same branches.
+
+    Examples: `samebits deliver prs`, `samebits deliver prs --push git@github.com:ME --create`
+    """
+    from samebits.image.rendering import evidence_lines
+    from samebits.sources import prs
+    from samebits.sources.pins import load_pins
+
+    if create and not remote:
+        raise typer.BadParameter("give --push REMOTE with it", param_hint="--create")
+    if create:
+        prs.check_gh()
+    pins, sources = load_pins(), _pairs(source, "--from")
+    if unknown := sorted(set(sources) - {upstream.key for upstream in pins.patched() if upstream.branch}):
+        raise typer.BadParameter(f"{unknown[0]} is no upstream with a pull request", param_hint="--from")
+    with err.status("preparing"):
+        requests = prs.prepare(pins, PATCHES, RECORDS, ROOT / "build" / "prs", sources, evidence_lines(ROOT))
+    for made in requests:
+        out.print(
+            f"{made.upstream.key}: {made.branch} {made.head} on {made.upstream.branch} {made.target}", markup=False
+        )
+        if made.drift:
+            err.print(f"warning: {made.drift} is not as recorded there; --push will refuse", markup=False)
+    if remote:
+        for line in prs.push(requests, remote, pins.commit):
+            out.print(line, markup=False)
+    if remote and create:
+        for line in prs.create(requests, remote):
+            out.print(line, markup=False)
+
+
 @build.command("tree")
 def build_tree(
     folder: Annotated[Path, typer.Option("--out", help="a new folder")],

@@ -3,9 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+from samebits.evidence import receipt
 from samebits.image.delivery import IMAGE
 from samebits.image.plan import load_image
 from samebits.sources.pins import load_pins
+from samebits.sources.prs import branch
 
 SIGNED = (
     "The digest is the one that I pulled, and `samebits deliver verify` passed with `--signers`.",
@@ -80,6 +82,16 @@ def render(root: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def branch(upstream: str) -> str:
-    """The branch of a pull request."""
-    return f"samebits/{upstream.lower()}"
+def evidence_lines(root: Path) -> list[str]:
+    """What a pull request's text says was measured: each committed receipt with its counts."""
+    lines = []
+    for path in sorted((root / "manifests" / "evidence").rglob("receipt.json")):
+        document = receipt.read(path)
+        counts = [(c["mismatched"], c["valid_tokens"]) for c in document["compares"]]
+        differ, of = (sum(column) for column in zip(*counts, strict=True))
+        name = path.relative_to(root).as_posix()
+        lines.append(
+            f"BI={document['arm']}, {document['execution']['device']}: {differ:,} of {of:,} logprobs differ over "
+            f"{len(counts)} comparisons; verdict {document['verdict']} (`{name}` of the samebits repository)"
+        )
+    return lines
