@@ -16,6 +16,7 @@ import toy_image
 import zstandard
 from toy_image import Toy
 
+from samebits.evidence import provenance
 from samebits.image import compose, locking
 from samebits.image.layers import Layer, Writer, make
 from samebits.image.plan import ImageError, check, load_image, load_wheels
@@ -35,6 +36,14 @@ def tar_of(layout: Path, layer: int) -> dict[str, tarfile.TarInfo]:
     data = zstandard.ZstdDecompressor().stream_reader(io.BytesIO(blob.read_bytes())).read()
     with tarfile.open(fileobj=io.BytesIO(data)) as tar:
         return {info.name: info for info in tar}
+
+
+def unpack(layout: Path, layer: int, folder: Path) -> None:
+    """Unpack a layer, as a runtime would."""
+    digest = json.loads((layout / "image.json").read_text())["image"]["layers"][layer]["digest"]
+    data = (layout / "blobs" / digest.replace(":", "/")).read_bytes()
+    with tarfile.open(fileobj=io.BytesIO(zstandard.ZstdDecompressor().stream_reader(io.BytesIO(data)).read())) as tar:
+        tar.extractall(folder, filter="data")
 
 
 def test_the_digest_is_the_same_in_another_folder_with_another_umask_and_file_times(
@@ -201,6 +210,44 @@ def test_the_number_of_threads_is_not_in_a_layers_bytes() -> None:
     data = random.Random(0).randbytes(3 << 20) * 4
     made = {zstandard.ZstdCompressor(level=3, threads=n, write_content_size=False).compress(data) for n in (1, 2, 4)}
     assert len(made) == 1
+
+
+def test_a_run_in_an_image_says_which_and_refuses_one_that_was_changed(toy: Toy, tmp_path: Path) -> None:
+    """The image's inventory stands for the repository and the wheels; the digest comes from whoever starts the run."""
+    digest = toy.compose()
+    root = tmp_path / "unpacked"
+    for number in (3, 4):
+        unpack(toy.out, number, root)
+    home = root / "opt" / "samebits"
+    said = provenance.image_inventory(home / "inventory.json", root)
+    assert said["git_commit"] == toy_image.git(toy.root, "rev-parse", "HEAD").strip()
+    assert list(said["wheels"]) == ["toy-1.0+cpu.samebits.3-py3-none-any.whl"]
+    assert digest.removeprefix("sha256:") not in json.dumps(said), "no image holds its own digest"
+    (record,) = said["records"]
+    (root / record).write_text("altered")
+    with pytest.raises(provenance.ProvenanceError, match=r"toy-1\.0.*RECORD is not what the image was built with"):
+        provenance.image_inventory(home / "inventory.json", root)
+
+
+def test_the_identity_of_a_run_in_an_image(tmp_path: Path) -> None:
+    inventory = {"git_commit": "1" * 40, "wheels": {"toy-1.0-py3-none-any.whl": "2" * 64}, "records": {}}
+    (tmp_path / "inventory.json").write_text(json.dumps(inventory))
+    (tmp_path / "cpu.txt").write_text("")
+    model = {"name": "toy", "seed": 0, "tokenizer_sha256": "3" * 64, "layers": 1, "hidden": 128}
+    identity = provenance.collect(
+        root=tmp_path,
+        lock=tmp_path / "cpu.txt",
+        requirements=tmp_path / "no such file",
+        arm=0,
+        runner="v1",
+        config_sha256="4" * 64,
+        model=model,
+        command=["samebits"],
+        environment={"SAMEBITS_IMAGE": f"sha256:{'5' * 64}"},
+    )
+    assert identity["image"]["digest"] == f"sha256:{'5' * 64}"
+    assert (identity["git_commit"], identity["git_dirty"]) == ("1" * 40, False)
+    assert identity["wheels"] == inventory["wheels"]
 
 
 KILLED = """

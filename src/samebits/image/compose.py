@@ -6,6 +6,7 @@ has the OCI files, `listings/` (a line a path of each layer), `sbom.json` and, l
 
 import fcntl
 import hashlib
+import importlib.metadata
 import json
 import os
 import shutil
@@ -117,7 +118,11 @@ def wheel_layer(name: str, image: Image, wheels: Sequence[Wheel], cache: Path) -
                     write_wheel(writer, _built(path, image, Path(scratch)), image.site)
         return {wheel.file: wheel.sha256 for wheel in wheels}
 
-    return Layer(name, key_of("wheels", image.epoch, image.site, tuple(wheels)), write)
+    archives = any(not wheel.file.endswith(".whl") for wheel in wheels)
+    maker = importlib.metadata.version("setuptools") if archives else ""
+    if archives and maker != next((w.version for w in wheels if w.name == "setuptools"), maker):
+        raise ImageError(f"setuptools {maker} is installed here, another version is locked. Remedy: run `make env`.")
+    return Layer(name, key_of("wheels", image.epoch, image.site, maker, tuple(wheels)), write)
 
 
 def _built(archive: Path, image: Image, folder: Path) -> Path:
