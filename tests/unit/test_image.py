@@ -4,6 +4,7 @@ import io
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -203,6 +204,25 @@ def test_one_path_twice_in_a_layer_is_refused_unless_it_is_the_same(tmp_path: Pa
 
     with pytest.raises(ImageError, match="layer x: a/b comes twice"):
         make(Layer("x", "0", write), 0, tmp_path / "blob", tmp_path / "listing")
+
+
+def test_a_stray_file_of_a_wheel_is_left_out_and_not_recorded(toy: Toy) -> None:
+    """Two wheels may bring one that nobody imports, such as what they were built by."""
+    intruder = toy_image.wheel(toy.cache, "intruder", "torch")
+    for path, line in (
+        ("image/cpu.lock", f"{intruder.name} {intruder.version} {intruder.sha256} {intruder.file}\n"),
+        ("manifests/locks/cpu.txt", f"intruder==1.0 \\\n    --hash=sha256:{intruder.sha256}\n"),
+    ):
+        (toy.root / path).write_text((toy.root / path).read_text() + line)
+    described = toy.root / "image" / "image.toml"
+    described.write_text(re.sub(r"(?m)^stray = .*$", 'stray = ["torch.py"]', described.read_text()))
+    toy.commit()
+    toy.compose()
+    site = load_image(toy.root).site
+    assert f"{site}/torch.py" not in tar_of(toy.out, 1) and f"{site}/torch.py" not in tar_of(toy.out, 2)
+    unpack(toy.out, 2, toy.root.parent / "unpacked")
+    record = (toy.root.parent / "unpacked" / site / "intruder-1.0.dist-info" / "RECORD").read_text()
+    assert "intruder-run" in record and "torch.py" not in record
 
 
 def test_the_number_of_threads_is_not_in_a_layers_bytes() -> None:

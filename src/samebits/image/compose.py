@@ -112,17 +112,17 @@ def wheel_layer(name: str, image: Image, wheels: Sequence[Wheel], cache: Path) -
         for wheel in wheels:
             path = verified(cache, wheel)
             if path.suffix == ".whl":
-                write_wheel(writer, path, image.site)
+                write_wheel(writer, path, image.site, image.stray)
             else:
                 with tempfile.TemporaryDirectory(prefix="samebits-wheel-") as scratch:
-                    write_wheel(writer, _built(path, image, Path(scratch)), image.site)
+                    write_wheel(writer, _built(path, image, Path(scratch)), image.site, image.stray)
         return {wheel.file: wheel.sha256 for wheel in wheels}
 
     archives = any(not wheel.file.endswith(".whl") for wheel in wheels)
     maker = importlib.metadata.version("setuptools") if archives else ""
     if archives and maker != next((w.version for w in wheels if w.name == "setuptools"), maker):
         raise ImageError(f"setuptools {maker} is installed here, another version is locked. Remedy: run `make env`.")
-    return Layer(name, key_of("wheels", image.epoch, image.site, maker, tuple(wheels)), write)
+    return Layer(name, key_of("wheels", image.epoch, image.site, image.stray, maker, tuple(wheels)), write)
 
 
 def _built(archive: Path, image: Image, folder: Path) -> Path:

@@ -161,15 +161,20 @@ def make(layer: Layer, epoch: int, blob: Path, listing: Path) -> Made:
     return Made(layer.name, layer.key, *digests, outer.size, inner.size, parts)
 
 
-def write_wheel(writer: Writer, path: Path, site: str) -> None:
-    """Install a wheel into the layer as pip would, without bytecode. Raises ImageError for a wheel that is none."""
+def write_wheel(writer: Writer, path: Path, site: str, stray: Collection[str] = ()) -> None:
+    """Install a wheel into the layer as pip would, without bytecode and the files that are named in `stray`.
+
+    Raises ImageError for a wheel that is none.
+    """
     from installer import install
     from installer.exceptions import InstallerError
     from installer.sources import WheelFile
 
     try:
         with WheelFile.open(path) as source:
-            install(source, cast(Any, _Destination(writer, site)), additional_metadata={"INSTALLER": b"samebits\n"})
+            install(
+                source, cast(Any, _Destination(writer, site, stray)), additional_metadata={"INSTALLER": b"samebits\n"}
+            )
     except (InstallerError, zipfile.BadZipFile, configparser.Error) as error:
         raise ImageError(f"{path.name}: {error}. Remedy: lock another version.") from error
 
@@ -177,8 +182,8 @@ def write_wheel(writer: Writer, path: Path, site: str) -> None:
 class _Destination:
     """Where `installer` puts a wheel's files: into a layer. Implements installer's WheelDestination."""
 
-    def __init__(self, writer: Writer, site: str) -> None:
-        self._writer, self._site = writer, site
+    def __init__(self, writer: Writer, site: str, stray: Collection[str]) -> None:
+        self._writer, self._site, self._stray = writer, site, stray
         prefix = site.partition("/lib/")[0]
         self._schemes = {"purelib": site, "platlib": site, "scripts": f"{prefix}/bin", "data": prefix}
         self._schemes["headers"] = f"{prefix}/include"
@@ -200,12 +205,16 @@ class _Destination:
                 data = fixed.read()
         else:
             data = stream.read()
+        if str(path) in self._stray:
+            return RecordEntry(str(path), None, None)
         digest = self._writer.file(f"{self._schemes[scheme]}/{path}", data, is_executable or scheme == "scripts")
         return RecordEntry(str(path), Hash("sha256", base64.urlsafe_b64encode(digest).rstrip(b"=").decode()), len(data))
 
     def finalize_installation(self, scheme: str, record_file_path: str, records: Iterable[tuple[str, Any]]) -> None:
         rows = []
         for of, entry in records:
+            if entry.path in self._stray:
+                continue
             path = posixpath.relpath(f"{self._schemes[of]}/{entry.path}", self._site)
             said = f"sha256={entry.hash_.value}" if entry.hash_ else ""
             rows.append((path, said, "" if entry.size is None else str(entry.size)))

@@ -31,6 +31,7 @@ class Image:
     glibc: int
     packages: tuple[str, ...]
     leave_out: tuple[str, ...]
+    stray: tuple[str, ...]
     torch: tuple[str, ...]
     files: tuple[str, ...]
     environment: tuple[str, ...]
