@@ -15,6 +15,7 @@ read -ra podman <<<"${PODMAN:-podman --runtime runc --cgroup-manager cgroupfs}"
 command -v "${podman[0]}" >/dev/null || fail "there is no ${podman[0]}. Remedy: apt-get install podman runc."
 
 if [ -d "$image" ]; then
+    [ -f "$image/index.json" ] || fail "$image is no image. Remedy: samebits build image --out $image."
     digest=$(sed -nE 's/.*"manifests":\[\{[^]]*"digest":"(sha256:[0-9a-f]{64})".*/\1/p' "$image/index.json")
     [ -n "$digest" ] || fail "$image is no image. Remedy: samebits build image --out $image."
     reference=oci:$(cd "$image" && pwd)

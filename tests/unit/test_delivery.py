@@ -14,7 +14,9 @@ import pytest
 import toy_image
 import zstandard
 from toy_image import Toy
+from typer.testing import CliRunner
 
+from samebits import cli
 from samebits.errors import SamebitsError
 from samebits.image import compose, delivery, rendering
 from samebits.image.delivery import IMAGE
@@ -372,3 +374,18 @@ def test_a_summary_says_digest_layers_and_what_is_lacking(composed: Toy) -> None
     said = rendering.summary(json.loads((composed.out / "image.json").read_text()))
     assert "no delivery: it holds one person's build" in said and "C9: not confirmed" in said
     assert said.count("\nlayer ") == 5
+
+
+def test_the_commands_say_it_and_ask_for_a_signature(composed: Toy) -> None:
+    def run(*arguments: str) -> tuple[int, str]:
+        done = CliRunner().invoke(cli.app, ["deliver", *arguments])
+        return done.exit_code, done.output
+
+    layout, signers = str(composed.out), str(composed.root.parent / "signers")
+    assert "C1: not confirmed" in run("show", layout)[1]
+    assert run("verify", layout)[0] == 2, "neither a signature nor its waiver"
+    code, said = run("verify", layout, "--signers", signers, "--checkout", str(composed.root))
+    assert code == 0 and "as its manifest says; signed by reviewer@example.org" in said
+    assert run("verify", layout, "--unsigned")[0] == 0
+    code, said = run("verify", layout, "--signers", str(composed.root / "LICENSE"))
+    assert code == 1 and "error: signature: " in said, "a file of no signers"

@@ -195,6 +195,49 @@ def test_two_layers_that_bring_one_file_are_refused(toy: Toy) -> None:
         toy.compose()
 
 
+def test_a_layer_that_no_build_took_for_a_month_is_forgotten(toy: Toy) -> None:
+    toy.compose()
+    kept = sorted((toy.cache / "image").glob("*.json"))
+    os.utime(kept[0], (0, 0))
+    compose.forget_unused(toy.cache)
+    gone = {path.name.partition(".")[0] for path in kept} - {
+        path.name.partition(".")[0] for path in (toy.cache / "image").iterdir()
+    }
+    assert gone == {kept[0].stem}, "its blob and listing too"
+
+
+PODMAN = """\
+#!/bin/sh
+echo "$@" >>"$PODMAN_LOG"
+[ "$1" != images ] || [ ! -f "$PODMAN_LOG.pulled" ] || cat "$PODMAN_LOG.pulled"
+[ "$1" != pull ] || echo "$PODMAN_HAS 0123abcd" >"$PODMAN_LOG.pulled"
+"""
+
+
+def test_a_command_in_an_image_knows_its_digest(toy: Toy, tmp_path: Path) -> None:
+    """scripts/in_image.sh with a podman that writes down what it is asked."""
+    digest = toy.compose()
+    (tmp_path / "podman").write_text(PODMAN)
+    (tmp_path / "podman").chmod(0o755)
+    log, script = tmp_path / "log", ROOT / "scripts" / "in_image.sh"
+    environment = {**os.environ, "PODMAN": str(tmp_path / "podman"), "PODMAN_LOG": str(log), "PODMAN_HAS": digest}
+
+    def run(image: str) -> subprocess.CompletedProcess[str]:
+        command = [str(script), image, str(tmp_path / "here"), "samebits", "--help"]
+        return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+    assert run(str(toy.out)).returncode == 0
+    asked = log.read_text().splitlines()
+    assert f"pull --quiet oci:{toy.out}" in asked
+    assert f"--env SAMEBITS_IMAGE={digest} " in asked[-1] and asked[-1].endswith("0123abcd samebits --help")
+    assert "--network none" in asked[-1]
+    named = run(f"registry.example.org/samebits@{digest}")
+    assert named.returncode == 0, "podman has it by now"
+    for wrong in ("registry.example.org/samebits:latest", str(tmp_path)):
+        done = run(wrong)
+        assert done.returncode == 1 and "error: in_image: " in done.stderr, "a tag is no digest, a folder no image"
+
+
 def test_one_path_twice_in_a_layer_is_refused_unless_it_is_the_same(tmp_path: Path) -> None:
     def write(writer: Writer) -> dict[str, str]:
         writer.file("a/b", b"1")
