@@ -54,7 +54,7 @@ def series_sha256(patches_root: Path, upstream: str) -> str:
 
 def patch_hashes(patches_root: Path, upstream: str) -> dict[str, str]:
     """One hash for each patch folder of an upstream, as `series_sha256` has one for all."""
-    names = sorted(path.name for path in (patches_root / upstream).iterdir() if path.is_dir())
+    names = sorted(path.name for path in (patches_root / upstream).glob("*") if path.is_dir())
     return {name: series_sha256(patches_root / upstream, name) for name in names}
 
 
