@@ -19,6 +19,8 @@ from samebits.sources.pins import PROFILES
 
 SOURCES = Path("/etc/apt")
 KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
+# Packages of the lock that were released as a source archive alone; each holds Python and nothing else.
+SOURCE_ONLY = ("antlr4-python3-runtime",)
 
 
 def lock(root: Path) -> None:
@@ -151,7 +153,3 @@ def _wheels(image: Image, root: Path, profile: str) -> list[tuple[str, ...]]:
         (digest,) = hashes
         rows.append((name, version, digest, f"{name}-{version}.tar.gz"))
     return rows
-
-
-# Packages of the lock that were released as a source archive alone; each holds Python and nothing else.
-SOURCE_ONLY = ("antlr4-python3-runtime",)
