@@ -117,6 +117,16 @@ def test_what_goes_with_it_stands_beside(world: World) -> None:
         assert git(clone, "diff", "HEAD", "FETCH_HEAD") == "", "the files and the bundle give the same tree"
 
 
+def test_a_messages_paragraphs_flow_and_its_lists_stay(world: World) -> None:
+    message = "Subject\n\nOne\nparagraph.\n\nWhat:\n- one\n  more\n- two\n"
+    (world.folder / "patches" / "one" / "0001-answer-two" / "MESSAGE.md").write_text(message)
+    upstream = world.pins.upstreams["one"]
+    work, base = world.folder / "work" / "one", upstream.base[0]
+    changes = records.prove(records.read_commit(work, base.commit), upstream, base, world.folder / "patches")
+    records.write(world.folder / "patched", upstream, base, world.folder / "patches", changes)
+    assert "\nOne paragraph.\n\nWhat:\n- one\n  more\n- two\n" in (world.prepare()[0].folder / "TEXT.md").read_text()
+
+
 def test_without_options_nothing_else_changes_and_twice_is_the_same(world: World) -> None:
     before = world.fork_heads()
     first = [made.head for made in world.prepare()]

@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import subprocess
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -183,7 +182,7 @@ def text(made: Request, patches: Sequence[Patch], base: Base, evidence: Sequence
         edits = [edit for edit in patch.edits if not edit.bases or base.name in edit.bases]
         guards = sorted({edit.guard for edit in edits if edit.guard not in ("", NAMES, NOT_CODE)})
         tests = sorted({edit.test for edit in edits if edit.test})
-        lines += [f"### {subject}", "", body.strip(), ""] if body.strip() else [f"### {subject}", ""]
+        lines += [f"### {subject}", "", _flowing(body), ""] if body.strip() else [f"### {subject}", ""]
         lines.append(f"New files: {', '.join(f'`{name}`' for name in sorted(patch.files)) or 'none'}.")
         changed = sorted({edit.where.file for edit in edits})
         lines.append(f"Changed files: {', '.join(f'`{name}`' for name in changed) or 'none'}.")
@@ -192,7 +191,13 @@ def text(made: Request, patches: Sequence[Patch], base: Base, evidence: Sequence
             lines.append(f"The default behaviour, unchanged or mended: {', '.join(f'`{test}`' for test in tests)}.")
         lines.append("")
     lines += ["### Evidence", "", *(f"- {line}" for line in evidence), ""]
-    return "\n".join(textwrap.fill(line, 118, break_long_words=False) if line[:1] != "`" else line for line in lines)
+    return "\n".join(lines)
+
+
+def _flowing(body: str) -> str:
+    """A commit message's body for a page that keeps line breaks: paragraphs on one line, lists as they are."""
+    paragraphs = re.split(r"\n\s*\n", body.strip())
+    return "\n\n".join(p if re.search(r"(?m)^\s*[-*] ", p) else " ".join(p.split()) for p in paragraphs)
 
 
 def push(requests: Sequence[Request], remote: str, commit: Commit) -> list[str]:
