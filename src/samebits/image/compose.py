@@ -34,6 +34,7 @@ from samebits.sources.wheels import artefacts_of, build_profile
 
 HOME = "opt/samebits"
 INVENTORY = f"{HOME}/inventory.json"
+WHEEL_MAKERS = ("native", "nvrtc", "patching", "patchset", "wheels")  # of sources: what decides a patched wheel's bytes
 UNUSED_S = 30 * 24 * 3600.0  # a cached layer that no build took for so long goes
 Say = Callable[[str], None]
 
@@ -142,7 +143,7 @@ def patched_layer(source: Source, profile: str, cache: Path) -> Layer:
     """The layer of the patched upstream wheels, which are built when the layer is."""
     image, pins = source.image, source.pins
     pinned = artefacts_of(pins, profile, image.python_version)
-    tools = sorted((Path(__file__).parents[1] / "sources").glob("*.py"))
+    tools = [Path(__file__).parents[1] / "sources" / f"{name}.py" for name in WHEEL_MAKERS]
     key = key_of(
         "patched",
         image.epoch,
