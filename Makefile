@@ -1,6 +1,6 @@
 # Everything a person types. `make` alone shows this list.
 .DEFAULT_GOAL := help
-.PHONY: help env loop test lint evidence lock clean
+.PHONY: help env loop image test lint evidence lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -8,8 +8,13 @@ help: ## show this list
 env: ## make .venv: hash-locked packages, our patched wheels, samebits
 	@scripts/make_env.sh
 
-loop: env ## verl's trainer on this machine's CPU, both arms; build/loop/bi{0,1}/receipt.json and build/loop/report.html
-	.venv/bin/samebits run loop --out build/loop --replace
+loop: env ## verl's trainer on this CPU, both arms; build/loop/bi{0,1}/receipt.json, report.html; IMAGE=: inside that image
+	$(if $(IMAGE),scripts/in_image.sh $(IMAGE) build samebits run loop --out /out/loop --replace,\
+		.venv/bin/samebits run loop --out build/loop --replace)
+
+PROFILE ?= gpu
+image: env ## compose the image, digest last; OUT= its folder (build/image/PROFILE), PROFILE=cpu the small one for tests
+	@.venv/bin/samebits build image --profile $(PROFILE) --out $(or $(OUT),build/image/$(PROFILE))
 
 test: env ## all tests but the full evidence rows
 	.venv/bin/python -m pytest -m "not evidence"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Make manifests/locks/{gpu,cpu}.txt anew from the .in files beside them. Needs uv and a package index.
+# Make manifests/locks/{gpu,cpu,build}.txt anew from the .in files beside them. Needs uv and a package index.
 #   scripts/lock.sh [--upgrade] [--upgrade-package NAME]...      options go to `uv pip compile`; without any, pins stay
 # The patched upstreams are resolved with the rest and then left out: upstreams.toml pins them.
 set -euo pipefail
@@ -20,6 +20,10 @@ names() { sed -nE 's/^([A-Za-z0-9._-]+)==.*/\1/p' "$1" | sort; }
 # The GPU profile is resolved first; the CPU profile takes its versions from it.
 compile 3.12 gpu.in gpu.txt "$@"
 compile 3.12 cpu.in cpu.txt --override cpu-overrides.txt --constraint gpu.txt "$@"
+
+# What builds an image comes beside the CPU profile and changes nothing of it.
+mapfile -t locked < <(names cpu.txt | sed 's/^/--no-emit-package=/')
+compile 3.12 build.in build.txt --constraint cpu.txt "${locked[@]}" "$@"
 
 # One lock serves Python 3.12 and 3.13: resolving for 3.13 under the same pins must need nothing that is not locked.
 scratch=$(mktemp -d)

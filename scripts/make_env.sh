@@ -7,6 +7,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 lock=manifests/locks/cpu.txt
+build_lock=manifests/locks/build.txt
 wheels=build/wheels/cpu
 stamp=.venv/samebits-stamp
 say() { echo "env: ${SECONDS}s $*" >&2; }
@@ -74,7 +75,7 @@ export VIRTUAL_ENV=$PWD/.venv
 
 # Compiled now, because a run starts many processes and each imports torch, vLLM and verl.
 say "installing $(grep -c '==' "$lock") packages of $lock"
-"$uv" pip sync "${quiet[@]}" --compile-bytecode --require-hashes --build-constraints "$lock" "$lock"
+"$uv" pip sync "${quiet[@]}" --compile-bytecode --require-hashes --build-constraints "$lock" "$lock" "$build_lock"
 "$uv" pip install --quiet --no-deps --no-build-isolation --editable .
 echo "without the patched wheels" >"$stamp"
 

@@ -61,6 +61,10 @@ app.add_typer(patch, name="patch")
 app.add_typer(run, name="run")
 app.add_typer(check, name="check")
 app.add_typer(bench, name="bench")
+image_app = _typer("What an image is made of.")
+deliver = _typer("An image's manifest, and the pull requests.")
+app.add_typer(image_app, name="image")
+app.add_typer(deliver, name="deliver")
 
 PATCHES, RECORDS, SERIES = ROOT / "patches", ROOT / "manifests" / "patched", ROOT / "build" / "series"
 
@@ -183,6 +187,157 @@ def build_wheels(
         touched = f"{len(wheel.changes)} files changed"
         out.print(f"{wheel.path.name}  {touched}  sha256 {wheel.sha256}")
     out.print(f"install: uv pip install --no-deps --no-index --find-links {target} -r {target / 'requirements.txt'}")
+
+
+@build.command("image")
+def build_image(
+    profile: Annotated[
+        Profile, typer.Option(help="cpu: for tests and CI, no delivery; gpu: the delivery")
+    ] = Profile.cpu,
+    folder: Annotated[Path | None, typer.Option("--out", help="the OCI layout; default build/image/PROFILE")] = None,
+) -> None:
+    """Compose the image from the locks, the pins and the committed sources. Its digest is the last line.
+
+    A layer that is unchanged is not made again. Needs mmdebstrap, and a mirror or a filled cache.
+
+    Example: `samebits build image --profile cpu --out build/image/cpu`
+    """
+    from samebits.image.compose import compose
+    from samebits.sources.fetch import cache_folder
+
+    with _phases() as say:
+        digest = compose(ROOT, profile, folder or ROOT / "build" / "image" / profile, cache_folder(), say)
+    out.print(digest)
+
+
+@image_app.command("lock")
+def image_lock() -> None:
+    """Make image/debian.lock, cpu.lock and gpu.lock anew: the mirror's packages now, and the wheels of manifests/locks.
+
+    Example: `DEBIAN_MIRROR=file:/srv/debian samebits image lock`
+    """
+    from samebits.image.locking import lock
+
+    with err.status("locking"):
+        lock(ROOT)
+
+
+Layout = Annotated[Path, typer.Argument(metavar="LAYOUT", help="the folder of `samebits build image`")]
+
+
+@deliver.command("show")
+def deliver_show(layout: Layout) -> None:
+    """Say what an image is: digest, layers, sources, evidence, confirmations.
+
+    Example: `samebits deliver show build/image/cpu`
+    """
+    from samebits.image.delivery import IMAGE, MANIFEST
+    from samebits.image.rendering import summary
+
+    out.print(summary(IMAGE.read(layout / MANIFEST)), markup=False)
+
+
+@deliver.command("verify")
+def deliver_verify(
+    layout: Layout,
+    signers: Annotated[
+        Path | None, typer.Option(help="OpenSSH's allowed_signers: one of them must have signed the manifest")
+    ] = None,
+    unsigned: Annotated[bool, typer.Option("--unsigned", help="ask for no signature")] = False,
+    checkout: Annotated[
+        Path | None, typer.Option(help="a checkout that has the commit and the evidence; default: none is compared")
+    ] = None,
+) -> None:
+    """Derive again all that the manifest says of an image, from the image; the first difference is named.
+
+    Without a signature that is asked for, or `--unsigned`, nothing is verified. Exit code 1 if anything differs.
+
+    Examples: `samebits deliver verify build/image/cpu --unsigned`,
+    `samebits deliver verify LAYOUT --signers allowed_signers --checkout .`
+    """
+    from samebits.image.delivery import check_signature
+    from samebits.image.verify import verify
+
+    if (signers is None) != unsigned:
+        raise typer.BadParameter("give --signers FILE, or --unsigned", param_hint="--signers")
+    who = check_signature(layout, signers) if signers else "nobody, as asked"
+    with err.status("verifying"):
+        document = verify(layout, checkout)
+    out.print(f"{document['image']['digest']}: as its manifest says; signed by {who}", markup=False)
+
+
+@deliver.command("sign")
+def deliver_sign(
+    layout: Layout, key: Annotated[Path, typer.Option(help="an OpenSSH key; its public half if an agent holds it")]
+) -> None:
+    """Sign an image's manifest with OpenSSH: LAYOUT/image.json.sig.
+
+    Example: `samebits deliver sign build/image/gpu --key ~/.ssh/id_ed25519`
+    """
+    from samebits.image.delivery import sign
+
+    out.print(str(sign(layout, key)), markup=False)
+
+
+@deliver.command("render")
+def deliver_render(
+    document: Annotated[Path, typer.Option("--into", help="the Markdown file with the markers")] = ROOT / "DELIVERY.md",
+) -> None:
+    """Write what the newest manifest under manifests/delivery says between the markers of DELIVERY.md.
+
+    Example: `samebits deliver render`
+    """
+    from samebits.image.rendering import render
+    from samebits.report import insert_block
+
+    insert_block(document, "delivery", render(ROOT))
+    out.print(str(document), markup=False)
+
+
+@deliver.command("prs")
+def deliver_prs(
+    source: Annotated[
+        list[str] | None,
+        typer.Option("--from", metavar="UPSTREAM=REPOSITORY", help="fetch a target from there; repeat for more"),
+    ] = None,
+    remote: Annotated[
+        str | None, typer.Option("--push", metavar="REMOTE", help="push each branch to REMOTE/NAME, with lease")
+    ] = None,
+    create: Annotated[
+        bool, typer.Option("--create", help="with --push: open drafts with gh, or renew their text")
+    ] = False,
+) -> None:
+    """Make the three pull requests below build/prs: a branch on each target's head, git am files, a bundle, the text.
+
+    Without options nothing else is changed. Running it again makes the same branches.
+
+    Examples: `samebits deliver prs`, `samebits deliver prs --push git@github.com:ME --create`
+    """
+    from samebits.image.rendering import evidence_lines
+    from samebits.sources import prs
+    from samebits.sources.pins import load_pins
+
+    if create and not remote:
+        raise typer.BadParameter("give --push REMOTE with it", param_hint="--create")
+    if create:
+        prs.check_gh()
+    pins, sources = load_pins(), _pairs(source, "--from")
+    if unknown := sorted(set(sources) - {upstream.key for upstream in pins.patched() if upstream.branch}):
+        raise typer.BadParameter(f"{unknown[0]} is no upstream with a pull request", param_hint="--from")
+    with err.status("preparing"):
+        requests = prs.prepare(pins, PATCHES, RECORDS, ROOT / "build" / "prs", sources, evidence_lines(ROOT))
+    for made in requests:
+        out.print(
+            f"{made.upstream.key}: {made.branch} {made.head} on {made.upstream.branch} {made.target}", markup=False
+        )
+        if made.drift:
+            err.print(f"warning: {made.drift} is not as recorded there; --push will refuse", markup=False)
+    if remote:
+        for line in prs.push(requests, remote, pins.commit):
+            out.print(line, markup=False)
+    if remote and create:
+        for line in prs.create(requests, remote):
+            out.print(line, markup=False)
 
 
 @build.command("tree")

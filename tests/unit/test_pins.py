@@ -116,6 +116,13 @@ def test_the_lock_holds_what_pyproject_asks_for() -> None:
     assert set(asked) <= set(lock("cpu"))
 
 
+def test_what_composes_an_image_is_locked_beside_the_profile_and_changes_nothing_of_it() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    inputs = [line for line in (LOCKS / "build.in").read_text().splitlines() if line and not line.startswith("#")]
+    assert inputs == sorted(project["project"]["optional-dependencies"]["image"])
+    assert set(inputs) <= set(lock("build")) and not set(lock("build")) & set(lock("cpu"))
+
+
 def test_no_lock_or_manifest_names_a_host() -> None:
     for path in [*LOCKS.iterdir(), *(ROOT / "manifests" / "patched").glob("*.json")]:
         assert "://" not in path.read_text(), path

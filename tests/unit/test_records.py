@@ -112,3 +112,13 @@ def test_a_checkout_without_a_pinned_commit_is_refused(tmp_path: Path) -> None:
     subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
     with pytest.raises(RecordError, match="holds none of toy 111111111111"):
         records.match_checkout(Pins(toy.COMMIT, {"toy": toy.upstream(commit="1" * 40)}, ()), tmp_path)
+
+
+def test_each_patch_folder_has_a_hash_of_its_own(tmp_path: Path) -> None:
+    patches = toy.series(tmp_path / "patches")
+    before = records.patch_hashes(patches, "toy")
+    assert list(before) == ["0001-answer-two", "0002-add-files"]
+    (patches / "toy" / "0002-add-files" / "MESSAGE.md").write_text("Add other files")
+    after = records.patch_hashes(patches, "toy")
+    assert [name for name in before if before[name] != after[name]] == ["0002-add-files"]
+    assert records.patch_hashes(patches, "an upstream without patches") == {}

@@ -106,6 +106,10 @@ INSTRUCTION_SETS = frozenset(
 )
 
 
+# What an image's builder left in it: of which commit and wheels it is.
+INVENTORY = "inventory.json"
+
+
 class ProvenanceError(SamebitsError):
     """An identity that cannot be established: what is missing or contradicts, and what to do."""
 
@@ -130,9 +134,11 @@ def collect(
 ) -> dict[str, Any]:
     """The identity of a run that is about to start.
 
-    root: the repository. lock: the lock file. requirements: the requirements.txt that `samebits build wheels`
-    left; the wheels lie beside it, and each must be the one installed here. tree: instead, the note of `samebits build
-    tree`, whose files must lie beside it; where there is no repository its commit is the run's. arm: 0 or 1.
+    root: the repository, or its place in an image, where INVENTORY stands for commit and wheels, and SAMEBITS_IMAGE in
+    the environment is the image's digest, which no image can hold itself. lock: the lock file. requirements: the
+    requirements.txt that `samebits build wheels` left; the wheels lie beside it, and each must be the one installed
+    here. tree: instead, the note of `samebits build tree`, whose files must lie beside it; where there is no repository
+    its commit is the run's. arm: 0 or 1.
     runner: vLLM's model runner, v1 or v2. model: name, seed, tokenizer_sha256 and the geometry. threads: of one
     operator; default: the processors this process may use. contract: the name of the numerical contract that both
     sides compute by; None at arm 0. kernels: what torch dispatches on. ProvenanceError with the remedy otherwise."""
@@ -144,7 +150,12 @@ def collect(
     commit = _git(root, "rev-parse", "--verify", "-q", "HEAD") or None
     changes = _git(root, "status", "--porcelain")
     dirty = None if changes is None else bool(changes)
-    if tree is not None:
+    image, inventory = None, root / INVENTORY
+    if inventory.is_file():
+        said = image_inventory(inventory)
+        wheels, commit, dirty = said["wheels"], said["git_commit"], False
+        image = {"digest": environment.get("SAMEBITS_IMAGE"), "inventory": _sha256(inventory, "use another image")}
+    elif tree is not None:
         noted = wheel_of_tree(tree)
         wheels = {noted["wheel"]: noted["sha256"]}
         if commit is None:
@@ -172,6 +183,7 @@ def collect(
         "arm": arm,
         "model": dict(model),
         "command": list(command),
+        **({"image": image} if image else {}),
     }
     found = schema.problems(identity, "execution-1")
     if found:
@@ -227,6 +239,23 @@ def installed_wheels(requirements: Path) -> dict[str, str]:
         if not _is_installed(at_hand[digest]):
             raise ProvenanceError(f"{at_hand[digest].name} is not what is installed in this environment; {remedy}")
     return dict(sorted((at_hand[digest].name, digest) for _, digest in stated))
+
+
+def wheels_here(root: Path, requirements: Path) -> dict[str, str]:
+    """The patched wheels of the image that this runs in, or else of the environment (`installed_wheels`)."""
+    inventory = root / INVENTORY
+    return dict(image_inventory(inventory)["wheels"]) if inventory.is_file() else installed_wheels(requirements)
+
+
+def image_inventory(inventory: Path, root: Path = Path("/")) -> dict[str, Any]:
+    """What an image says of itself: git_commit, wheels (file name -> sha256), and more that its builder wrote.
+
+    Each of its patched distributions must lie below `root` with the RECORD that was installed. ProvenanceError else."""
+    said = strictjson.loads(inventory.read_bytes())
+    for name, digest in said["records"].items():
+        if _sha256(root / name, "use the image as it was built") != digest:
+            raise ProvenanceError(f"{name} is not what the image was built with; use the image as it was built")
+    return dict(said)
 
 
 def wheel_of_tree(note: Path) -> dict[str, str]:

@@ -28,6 +28,7 @@ from samebits.sources.pins import ROOT
 CONFIG = pathlib.Path(__file__).resolve().parent / "config"
 BOUNDS = ROOT / "manifests" / "evidence" / "bounds.json"
 WHEELS = ROOT / "build" / "wheels" / "cpu" / "requirements.txt"
+CACHE = pathlib.Path(os.environ.get("SAMEBITS_BUILD") or ROOT / "build") / "cache"
 # What --out and --steps decide, and the trainer mode that records.
 _OURS = ("trainer.record", "trainer.total_training_steps", "trainer.v1.trainer_mode")
 Say = Callable[[str], None]
@@ -247,9 +248,9 @@ def _run(planned: Plan, contract: str | None, out: pathlib.Path, say: Say) -> di
     what, environment, steps = planned.model, planned.environment, planned.steps
     started = time.monotonic()
     eventlog.append(log, "warm start", **asdict(what))
-    wheels = provenance.installed_wheels(WHEELS)
+    wheels = provenance.wheels_here(ROOT, WHEELS)
     say("warm start: a seeded Qwen3, taught the task (kept for the next run)")
-    weights = warm_start.obtain(what, wheels, ROOT / "build" / "cache", environment, say)
+    weights = warm_start.obtain(what, wheels, CACHE, environment, say)
     eventlog.append(log, "warm start ready", seconds=_since(started), key=weights.name)
 
     (out / "config.json").write_text(planned.config_text)

@@ -54,13 +54,17 @@ class Base:
 
 @dataclass(frozen=True)
 class Upstream:
-    """An upstream project. `packages`: the top folders of its wheels; `series`: N of the local version."""
+    """An upstream project. `packages`: the top folders of its wheels; `series`: N of the local version.
+
+    title: of the pull request.
+    """
 
     key: str
     repository: str
     path: str = ""
     branch: str = ""
     commit: str = ""
+    title: str = ""
     packages: tuple[str, ...] = ()
     series: int = 0
     base: tuple[Base, ...] = ()

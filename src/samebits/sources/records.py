@@ -52,6 +52,12 @@ def series_sha256(patches_root: Path, upstream: str) -> str:
     return digest.hexdigest()
 
 
+def patch_hashes(patches_root: Path, upstream: str) -> dict[str, str]:
+    """One hash for each patch folder of an upstream, as `series_sha256` has one for all."""
+    names = sorted(path.name for path in (patches_root / upstream).glob("*") if path.is_dir())
+    return {name: series_sha256(patches_root / upstream, name) for name in names}
+
+
 def check_bases(upstream: Upstream, patches_root: Path) -> None:
     """Refuse an edit that is limited to a base which the pins do not know: it would never apply. Raises PatchError."""
     known = {base.name for base in upstream.base}
