@@ -20,6 +20,7 @@
 
 enum : int { kHead = 128, kKeys = 128, kMostGroup = 8, kSlice = 32, kStages = 8, kScorePitch = kKeys + 8 };
 enum : int { kAdder = 2, kWeigher = 3, kLoader = 7, kWarps = 11 };  // the first warp of each kind in `attention_values`
+static_assert(kStages % 2 == 0 && kStages >= 4, "blocks are taken in pairs, and asked for two pairs before");
 enum : uint32_t { kTile = kKeys * kHead * 2, kHalfTile = kTile / 2, kValueTile = kKeys * kSlice * 2 };
 
 struct Arguments {
@@ -345,7 +346,8 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 2) attention_values(co
     const float shrink = i ? power_of_two(flush_multiply(flush_add(my_peaks[i - 1], -most), a.scale)) : 1.0f;
     const float offset = extinct - (i == 0 && most == none ? 0.0f : flush_multiply(most, a.scale));
     const unsigned char* scores = my_scores + i % kStages * score_bytes + half * 256;
-    unsigned char *to_packed = packed[n % 3][which] + (half * 64 + lane) * 16, *to_exact = exact[n % 2][which] + (half * 128 + lane) * 16;
+    unsigned char* to_packed = packed[n % 3][which] + (half * 64 + lane) * 16;
+    unsigned char* to_exact = exact[n % 2][which] + (half * 128 + lane) * 16;
     if (mine == 0 && half == 0) shrinks[n % 3][which][lane / 4] = shrink;
     barrier_wait(&full_scores[i % kStages], i / kStages % 2);
     float p[16];
@@ -359,7 +361,8 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 2) attention_values(co
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float* of = p + 8 * r;
-      *reinterpret_cast<Chunk*>(to_packed + r * 512) = {pack(of[0], of[1]), pack(of[2], of[3]), pack(of[4], of[5]), pack(of[6], of[7])};
+      *reinterpret_cast<Chunk*>(to_packed + r * 512) = {pack(of[0], of[1]), pack(of[2], of[3]), pack(of[4], of[5]),
+                                                        pack(of[6], of[7])};
       *reinterpret_cast<float4*>(to_exact + 2 * r * 512) = {of[0], of[1], of[2], of[3]};
       *reinterpret_cast<float4*>(to_exact + (2 * r + 1) * 512) = {of[4], of[5], of[6], of[7]};
     }
