@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -287,18 +287,15 @@ def recording(model: torch.nn.Module, plant: Plant | None = None) -> Iterator[li
         if name:
             handles.append(module.register_forward_pre_hook(lambda *_, name=name: stack.append(name)))
             handles.append(module.register_forward_hook(lambda *_: stack.pop() and None))
-    originals = {name: getattr(functions, name) for name in OPERATORS}
 
-    def wrap(operator: str) -> Callable[..., Outputs]:
+    def wrap(operator: str, original: Callable[..., Outputs]) -> Callable[..., Outputs]:
         def call(*given: Any) -> Outputs:
             if not torch.is_grad_enabled():
-                return originals[operator](*given)
+                return original(*given)
             # A view of each input, so that its gradient is of this use alone.
             used = [t.view_as(t) if isinstance(t, Tensor) and t.requires_grad else t for t in given]
-            named = dict(zip(OPERATORS[operator], used, strict=True))
-            inputs = {n: t for n, t in named.items() if isinstance(t, Tensor) and t.requires_grad}
-            constants = {"prefix": 0, **{n: t for n, t in named.items() if n not in inputs}}
-            outs: Outputs = originals[operator](*used)
+            inputs, constants = _named(operator, used)
+            outs = original(*used)
             if plant and (wrong := plant(stack[-1], operator)):
                 outs = _with_backward(outs, wrong(inputs, constants))
             flat = outs if isinstance(outs, tuple) else (outs,)
@@ -314,12 +311,9 @@ def recording(model: torch.nn.Module, plant: Plant | None = None) -> Iterator[li
         return call
 
     try:
-        for name in OPERATORS:
-            setattr(functions, name, wrap(name))
-        yield calls
+        with _replaced(wrap):
+            yield calls
     finally:
-        for name, original in originals.items():
-            setattr(functions, name, original)
         for handle in handles:
             handle.remove()
 
@@ -327,17 +321,14 @@ def recording(model: torch.nn.Module, plant: Plant | None = None) -> Iterator[li
 @contextmanager
 def substituted() -> Iterator[None]:
     """Every operator's backward is its surrogate's, in FP64; the forwards' bits stay: seed 000's gradient reference."""
-    originals = {name: getattr(functions, name) for name in OPERATORS}
 
-    def wrap(operator: str) -> Callable[..., Outputs]:
+    def wrap(operator: str, original: Callable[..., Outputs]) -> Callable[..., Outputs]:
         def call(*given: Any) -> Outputs:
             with torch.no_grad():
-                outs: Outputs = originals[operator](*given)
+                outs = original(*given)
             if not torch.is_grad_enabled():
                 return outs
-            named = dict(zip(OPERATORS[operator], given, strict=True))
-            inputs = {n: t for n, t in named.items() if isinstance(t, Tensor) and t.requires_grad}
-            constants = {"prefix": 0, **{n: t for n, t in named.items() if n not in inputs}}
+            inputs, constants = _named(operator, given)
             flat = outs if isinstance(outs, tuple) else (outs,)
             wide = {n: t.double() for n, t in inputs.items()}
             values = MODULES[operator].surrogate(wide, constants, Bridge(flat[0].dtype, {}))
@@ -349,13 +340,28 @@ def substituted() -> Iterator[None]:
 
         return call
 
+    with _replaced(wrap):
+        yield
+
+
+@contextmanager
+def _replaced(wrap: Callable[[str, Callable[..., Outputs]], Callable[..., Outputs]]) -> Iterator[None]:
+    """Every operator of the aligned layers is what `wrap` makes of its name and itself."""
+    originals = {name: getattr(functions, name) for name in OPERATORS}
     try:
-        for name in OPERATORS:
-            setattr(functions, name, wrap(name))
+        for name, original in originals.items():
+            setattr(functions, name, wrap(name, original))
         yield
     finally:
         for name, original in originals.items():
             setattr(functions, name, original)
+
+
+def _named(operator: str, given: Sequence[Any]) -> tuple[Tensors, dict[str, Any]]:
+    """An operator's arguments by the names of `samebits.judge.modules`: what takes a gradient, and the rest."""
+    named = dict(zip(OPERATORS[operator], given, strict=True))
+    inputs = {n: t for n, t in named.items() if isinstance(t, Tensor) and t.requires_grad}
+    return inputs, {"prefix": 0, **{n: t for n, t in named.items() if n not in inputs}}
 
 
 def _with_backward(outs: Outputs, wrong: Outputs) -> Outputs:
