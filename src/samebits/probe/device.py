@@ -15,6 +15,7 @@ from samebits.recipe import arms
 
 # What the contract has on a device.
 DTYPES = {"cpu": ("bfloat16", "float32"), "cuda": ("bfloat16",)}
+CACHE_BYTES = 4 << 30  # of an engine on a card: all that the largest batch of the matrix holds, with room to spare
 
 
 class DeviceError(SamebitsError):
@@ -56,5 +57,7 @@ def device(name: str, arm: int, base: Mapping[str, str] = os.environ) -> Device:
             raise DeviceError(f"{arms.SWITCH}={said} in the environment contradicts --arm {arm}: unset it")
         environment = {arms.RUNNER_SWITCH: "1", **base, **common, arms.SWITCH: str(arm)}
         environment["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # it is compiled at each start
-        return Device(name, environment, {"gpu_memory_utilization": 0.5}, "gpu", 128)
+        # The cache's size is said, so that nothing depends on what else is on the card.
+        arguments = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": CACHE_BYTES}
+        return Device(name, environment, arguments, "gpu", 128)
     raise DeviceError(f"--device {name}: give cpu or cuda")
