@@ -186,3 +186,23 @@ def test_the_commands_on_record_are_of_this_repository(monkeypatch: pytest.Monke
     monkeypatch.setenv("TORCHINDUCTOR_DETERMINISTIC", "1")
     chosen = card._command("8B", [card.Arm("a", 0, ROOT)], [card.Case(8, 8, 1)], 3, True, True)
     assert chosen == ["TORCHINDUCTOR_DETERMINISTIC=1", *words]
+
+
+def test_where_nothing_is_chosen_by_its_time_kernels_are_not_combined_by_theirs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    """Inductor refuses there to time what vLLM has it time, and a release does not start (torch 2.11.0)."""
+
+    class Started(Exception):
+        pass
+
+    class Child:
+        def __init__(self, what: str, module: str, job: dict[str, Any], *_: Any) -> None:
+            raise Started(job["engine"].get("compilation_config"))
+
+    monkeypatch.setattr(card, "Child", Child)
+    for said, config in (("1", {"inductor_compile_config": {"combo_kernels": False}}), ("0", None)):
+        monkeypatch.setenv(card.DETERMINISTIC, said)
+        with pytest.raises(Started) as started:
+            card.measure("8B", [card.Arm("a", 0)], [card.Case(8, 8, 1)], 1, False, False, lambda _: None, tmp_path)
+        assert started.value.args == (config,)

@@ -29,7 +29,7 @@ from .engine import FIXED
 from .turns import Child, spread, take_turns
 
 RELEASE = "release"
-CHOICES = ("TORCHINDUCTOR_DETERMINISTIC",)  # of a person's environment, that decide on bits: on record with the command
+DETERMINISTIC = "TORCHINDUCTOR_DETERMINISTIC"  # of a person's environment, decides on bits: on record with the command
 Say = Callable[[str], None]
 
 
@@ -173,6 +173,9 @@ def measure(
             "gpu_memory_utilization": 0.05,  # what is asked for at the start; the cache's size is said
             "kv_cache_memory_bytes": int(max(tokens, longest) * geometry.cache_bytes * 1.05) + (1 << 26),
         }
+        if os.environ.get(DETERMINISTIC) == "1":
+            # vLLM would have Inductor time whether kernels are better combined, which it refuses then.
+            engine["compilation_config"] = {"inductor_compile_config": {"combo_kernels": False}}
         job = {"engine": engine, "cases": [vars(case) for case in cases], "said": True}
         children, ready = {}, {}
         for arm in arms:
@@ -245,7 +248,7 @@ def _tree(arm: Arm) -> dict[str, str]:
 def _command(
     model: str, arms: Sequence[Arm], cases: Sequence[Case], rounds: int, eager: bool, apart: bool
 ) -> list[str]:
-    chosen = [f"{switch}={os.environ[switch]}" for switch in CHOICES if switch in os.environ]
+    chosen = [f"{DETERMINISTIC}={os.environ[DETERMINISTIC]}"] if DETERMINISTIC in os.environ else []
     words = [*chosen, "samebits", "bench", "engine", "--model", model]
     for arm in arms:
         words += ["--arm", f"{arm.name}={arm.bi}" + (f"@{arm.tree.name}" if arm.tree else "")]

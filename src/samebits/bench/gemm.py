@@ -1,8 +1,8 @@
 """Products of few rows on one GPU: ours, cuBLASLt without split-K and vLLM's own, against cuBLAS; and the bits of each.
 
-A time is the median of replays of one CUDA graph with a launch for each of several weights, more bytes than the L2
-cache holds, back to back; clocks are left alone. Ours is timed with every width of a tile too: the table of widths in
-`batch_invariant_sm90` is made from that. Bits are compared with the reference kernel.
+A time is the median of replays of one CUDA graph of launches, back to back, that go round several weights, more bytes
+than the L2 cache holds; the graphs of all ways take turns, clocks are left alone. Ours is timed with every width of a
+tile too: the table of widths in `batch_invariant_sm90` is made from that. Bits are compared with the reference kernel.
 """
 
 import datetime
@@ -18,7 +18,7 @@ from rich.table import Table
 from samebits.evidence.measurement import GEMM
 
 from .engine import card
-from .graph import Counted, captured, microseconds
+from .graph import Counted, captured, in_turn, microseconds
 
 # (N, K) of the linears of Qwen3 models: qkv, output, gate and up, down, vocabulary.
 SHAPES = {
@@ -30,8 +30,9 @@ SHAPES = {
 ROWS = (1, 2, 4, 8, 16, 17, 32, 33, 64)
 EVERY, POWERS = 1100, (2048, 4096, 8192, 16_384)
 KINDS = ("normal", "cancelling", "outliers", "special")
-BYTES = 300e6  # of weights in a graph: six times the cache
-MOST_LAUNCHES = 30
+BYTES = 300e6  # of different weights in a graph: six times the cache
+LAUNCHES = 30  # in a graph, so that its beginning hardly counts
+MOST_BYTES = 8e9  # that a graph reads: of larger weights each has one launch
 LARGE = 50e6  # bytes of a weight whose bandwidth is asked for
 
 
@@ -72,15 +73,14 @@ def measure(say: Callable[[str], None]) -> dict[str, Any]:
     for model, shapes in SHAPES.items():
         for n, k in shapes:
             say(f"{model}: ({n}, {k})")
-            launches = max(4, min(MOST_LAUNCHES, int(BYTES / (n * k * 2))))
-            weights = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(launches)]
+            several = max(4, min(LAUNCHES, int(BYTES / (n * k * 2))))
+            weights = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(several)]
             for m in ROWS:
                 x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-                times = {name: microseconds(partial(_call, way, x, weights), launches) for name, way in ways.items()}
-                widths = {
-                    str(width): microseconds(partial(_call, tiles_of(width), x, weights), launches)
-                    for width in batch_invariant_sm90.WIDTHS
-                }
+                of_widths = {str(width): tiles_of(width) for width in batch_invariant_sm90.WIDTHS}
+                calls = {name: partial(_call, way, x, weights) for name, way in (ways | of_widths).items()}
+                taken = in_turn(calls, LAUNCHES if n * k * 2 * LAUNCHES < MOST_BYTES else several)
+                times, widths = ({name: taken[name] for name in names} for names in (ways, of_widths))
                 row = {"model": model, "n": n, "k": k, "m": m, "served": serving(n, k), "microseconds": times}
                 rows.append({**row, "widths": widths})
     say("bandwidth of a copy")
@@ -96,7 +96,7 @@ def measure(say: Callable[[str], None]) -> dict[str, Any]:
 
 
 def _call(way: Callable[[Any, Any], Any], x: Any, weights: Sequence[Any], i: int) -> Any:
-    return way(x, weights[i])
+    return way(x, weights[i % len(weights)])
 
 
 def _inputs(kind: str, m: int, n: int, k: int) -> tuple[Any, Any]:

@@ -1,7 +1,7 @@
 """What measurements of operators on a GPU share: launches timed in a CUDA graph, elements counted by their bits."""
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 REPLAYS = 5
@@ -24,27 +24,36 @@ def captured[T](call: Callable[[], T]) -> tuple[Any, T]:
 
 def microseconds(launch: Callable[[int], Any], launches: int) -> float:
     """Microseconds of one of `launches` in a graph, back to back: the median of REPLAYS."""
+    return in_turn({"": launch}, launches)[""]
+
+
+def in_turn(ways: Mapping[str, Callable[[int], Any]], launches: int) -> dict[str, float]:
+    """`microseconds` of several ways to do the same, which take turns: a replay of each, REPLAYS times.
+
+    The first turn of each is not counted. A graph takes some microseconds to begin, which count: give many launches."""
     import torch
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
+    taken: dict[str, list[float]] = {name: [] for name in ways}
     with torch.cuda.stream(stream):
-        for i in range(min(launches, 2)):
-            launch(i)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for i in range(launches):
+        graphs = {}
+        for name, launch in ways.items():
+            for i in range(min(launches, 2)):
                 launch(i)
-        graph.replay()
-        taken = []
-        for _ in range(REPLAYS):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            taken.append(begin.elapsed_time(end) * 1e3 / launches)
-    return float(f"{statistics.median(taken):.4g}")
+            graphs[name] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graphs[name], stream=stream):
+                for i in range(launches):
+                    launch(i)
+        for _ in range(1 + REPLAYS):
+            for name, graph in graphs.items():
+                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                begin.record()
+                graph.replay()
+                end.record()
+                end.synchronize()
+                taken[name].append(begin.elapsed_time(end) * 1e3 / launches)
+    return {name: float(f"{statistics.median(times[1:]):.4g}") for name, times in taken.items()}
 
 
 class Counted:

@@ -22,7 +22,7 @@ from samebits.judge import operators as plan
 from samebits.judge.operators import HEAD, HEADS, HIDDEN, INTERMEDIATE, KV_HEADS, VOCABULARY
 
 from .engine import card
-from .graph import Counted, captured, microseconds
+from .graph import Counted, captured, in_turn
 
 DEVICE = "cuda"
 EPSILON, ROPE_BASE, POSITIONS = 1e-6, 1e6, 40_960
@@ -251,11 +251,7 @@ def _error(place: str, outputs: Tensors, exact: Tensors, name: str) -> float:
 
 def _row_times(operator: _RowOperator, m: int) -> dict[str, float]:
     inputs = operator.inputs(m)
-
-    def timed(way: Callable[..., Tensors]) -> float:
-        return microseconds(lambda _: way(*inputs), LAUNCHES)
-
-    return {"vllm": timed(operator.vllm), "ours": timed(operator.ours)}
+    return in_turn({"vllm": lambda _: operator.vllm(*inputs), "ours": lambda _: operator.ours(*inputs)}, LAUNCHES)
 
 
 @dataclass(frozen=True)
@@ -443,7 +439,7 @@ def _attention_times(requests: int, context: int) -> dict[str, float]:
     def ours(i: int) -> None:
         layers[i].ours(out)
 
-    return {name: microseconds(way, len(layers)) for name, way in (("bi0", bi0), ("bi1", bi1), ("ours", ours))}
+    return in_turn({"bi0": bi0, "bi1": bi1, "ours": ours}, len(layers))
 
 
 def _beside_neighbours(head: int, page: int, say: Callable[[str], None]) -> list[dict[str, Any]]:

@@ -120,8 +120,8 @@ def _of_several_wheels(documents: Sequence[Mapping[str, Any]]) -> list[str]:
 def _apart(documents: Sequence[Mapping[str, Any]]) -> list[str]:
     """What arms that must say the same did not say the same, or were not asked."""
     found = []
-    shared = [document["arms"][INVARIANT].get("shared") for document in documents if INVARIANT in document["arms"]]
-    if not shared or None in shared:
+    shared = [document["arms"].get(INVARIANT, {}).get("shared") for document in documents]
+    if not any(shared):
         found.append(f"{INVARIANT}: what it says together is not compared with what it says alone")
     for count in filter(None, shared):
         if differ := count["tokens"] + count["logprobs"]:
