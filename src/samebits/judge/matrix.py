@@ -20,7 +20,7 @@ ANSWER, FORCED_ANSWER, CROWD_ANSWER = 6, 4, 8  # tokens; of the power-of-two cel
 VICTIMS = (5, 20, 70)
 # 9 and 10 are the two sides of a tile that a neighbour's prefill once flipped.
 NEIGHBOURS = (1, 9, 10, 3, 16, 2, 7, 33, 4, 12)
-LATE = (9, 10, 33, 2)
+LATE = (9, 10, 33, 2, 128, 300)
 SAMPLE, QUICK_SAMPLE = (3, 9, 17, 33, 65, 200), (3, 40, 65)
 PREFIXES = (40, 70, 100)
 BLOCK = 32  # tokens of a block of the caches that are shared or run out
@@ -131,7 +131,12 @@ def says(quick: bool = False) -> Plan:
         "second": asked,
     }
     if not quick:
-        plan["compiled"] = {**_batched(COMPILED_BATCHES), **_prefilled(COMPILED_POWERS), **shuffled}
+        plan["compiled"] = {
+            **_batched(COMPILED_BATCHES),
+            "joined": _joining(),
+            **_prefilled(COMPILED_POWERS),
+            **shuffled,
+        }
     return plan
 
 
@@ -151,7 +156,7 @@ def _batched(sizes: tuple[int, ...]) -> dict[str, Requests]:
 
 
 def _joining() -> Requests:
-    """Neighbours of 9, 10 and more tokens enter while the victims decode."""
+    """Neighbours of 2 to 300 tokens enter while the victims decode."""
     return (*_victims(), *(Request(f"late-{n}", n, after=2 + i % 3) for i, n in enumerate(LATE)))
 
 
@@ -174,7 +179,7 @@ def cells(quick: bool = False) -> tuple[Cell, ...]:
     warm = (uncached, _least("cached_tokens", BLOCK, "right"))
     preempted = (_exactly("preempted", 0, "left"), _least("preempted", 1, "right"))
     threads = (_exactly("threads", THREADS, "left"), _exactly("threads", 1, "right"))
-    found = [*_batches(plan, "base", batches), _joined(plan), *_powers(plan, "base", powers)]
+    found = [*_batches(plan, "base", batches), _joined(plan, "base"), *_powers(plan, "base", powers)]
     for n in QUICK_BUDGETS if quick else BUDGETS:
         chunked = (_exactly("chunked", 0, "left"), _least("chunked", 1, "right"))
         found.append(_cell(plan, f"chunked prefill, budget {n}", sample, (f"chunks-{n}", "sample"), chunked))
@@ -190,6 +195,7 @@ def cells(quick: bool = False) -> tuple[Cell, ...]:
         compiled = (_exactly("compiled", 0, "left"), _least("compiled", 1, "right"))
         found += [
             *_batches(plan, "compiled", COMPILED_BATCHES),
+            _joined(plan, "compiled"),
             *_powers(plan, "compiled", COMPILED_POWERS),
             _order(plan, "compiled"),
             _cell(plan, "eager and compiled", sample, ("compiled", "sample"), compiled),
@@ -236,9 +242,11 @@ def _batches(plan: Plan, engine: str, sizes: tuple[int, ...]) -> list[Cell]:
     return found
 
 
-def _joined(plan: Plan) -> Cell:
-    proofs = (_exactly("together", 1, "left"), _least("mixed_steps", 1, "right"))
-    return _cell(plan, "alone, neighbours join in decode", ("base", "alone"), ("base", "joined"), proofs)
+def _joined(plan: Plan, engine: str) -> Cell:
+    prefix, proofs = _named(engine)
+    mixed = (_exactly("together", 1, "left"), _least("mixed_steps", 1, "right"))
+    name = f"{prefix}alone, neighbours join in decode"
+    return _cell(plan, name, (engine, "alone"), (engine, "joined"), (*proofs, *mixed))
 
 
 def _order(plan: Plan, engine: str) -> Cell:

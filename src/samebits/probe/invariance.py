@@ -131,7 +131,7 @@ def engines(quick: bool) -> list[Engine]:
         },
         "one-thread": small,
         "second": small,
-        "compiled": {**small, "enforce_eager": False, "max_num_batched_tokens": 800},
+        "compiled": {**small, "enforce_eager": False, "max_model_len": 512, "max_num_batched_tokens": 800},
     }
     threads = {"one-thread": 1}
     groups = {"second": "second", "compiled": "compiled"}
