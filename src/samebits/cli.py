@@ -1020,11 +1020,12 @@ def bench_gemm(
     """
     from samebits.bench import gemm
     from samebits.evidence.measurement import GEMM
+    from samebits.judge import products
 
     with _phases() as say:
         document = gemm.document(say)
     out.print(gemm.table(document))
-    for name, value in gemm.summary(document).items():
+    for name, value in products.summary(document).items():
         out.print(f"{name}: {value:.3g}", markup=False)
     if record is not None:
         GEMM.write(record, document)

@@ -15,6 +15,7 @@ from rich.console import Console
 from samebits.bench import card, gemm
 from samebits.evidence.measurement import ENGINES, GEMM, MeasurementError
 from samebits.evidence.provenance import ProvenanceError
+from samebits.judge import products as plan
 from samebits.sources.pins import ROOT
 from samebits.sources.tree import NOTE
 
@@ -137,7 +138,7 @@ def products(**microseconds: float) -> dict[str, Any]:
 
 
 def test_the_figures_are_of_what_serves() -> None:
-    found = gemm.summary(products())
+    found = plan.summary(products())
     assert found["geometric mean"] == pytest.approx(1.25**0.5) and found["worst"] == 1.0
     assert found["share of the copy's bandwidth"] == pytest.approx(0.5)  # of the row of few rows alone
     assert "8B 8192 4096 1 10.0 50.0 10.0 8.0 1.25 8.39" in drawn(gemm.table(products()))
@@ -166,7 +167,7 @@ def test_an_edited_measurement_is_refused(tmp_path: pathlib.Path) -> None:
 
 
 def test_every_shape_that_is_measured_is_of_a_model() -> None:
-    for name, shapes in gemm.SHAPES.items():
+    for name, shapes in plan.SHAPES.items():
         g = card.MODELS[name]
         queries, keys = g.heads * 128, g.kv_heads * 128
         assert shapes == (

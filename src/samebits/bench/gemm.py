@@ -7,7 +7,6 @@ tile too: the table of widths in `batch_invariant_sm90` is made from that. Bits 
 
 import datetime
 import hashlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -16,24 +15,16 @@ from rich import box
 from rich.table import Table
 
 from samebits.evidence.measurement import GEMM
+from samebits.judge import products as plan
 
 from .engine import card
 from .graph import Counted, captured, in_turn, microseconds
 
-# (N, K) of the linears of Qwen3 models: qkv, output, gate and up, down, vocabulary.
-SHAPES = {
-    "0.6B": ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (151_936, 1024)),
-    "1.7B": ((4096, 2048), (2048, 2048), (12_288, 2048), (2048, 6144), (151_936, 2048)),
-    "8B": ((6144, 4096), (4096, 4096), (24_576, 4096), (4096, 12_288), (151_936, 4096)),
-    "32B": ((10_240, 5120), (5120, 8192), (51_200, 5120), (5120, 25_600), (151_936, 5120)),
-}
-ROWS = (1, 2, 4, 8, 16, 17, 32, 33, 64)
 EVERY, POWERS = 1100, (2048, 4096, 8192, 16_384)
 KINDS = ("normal", "cancelling", "outliers", "special")
 BYTES = 300e6  # of different weights in a graph: six times the cache
 LAUNCHES = 30  # in a graph, so that its beginning hardly counts
 MOST_BYTES = 8e9  # that a graph reads: of larger weights each has one launch
-LARGE = 50e6  # bytes of a weight whose bandwidth is asked for
 
 
 def measure(say: Callable[[str], None]) -> dict[str, Any]:
@@ -70,12 +61,12 @@ def measure(say: Callable[[str], None]) -> dict[str, Any]:
 
     split(True)
     rows = []
-    for model, shapes in SHAPES.items():
+    for model, shapes in plan.SHAPES.items():
         for n, k in shapes:
             say(f"{model}: ({n}, {k})")
             several = max(4, min(LAUNCHES, int(BYTES / (n * k * 2))))
             weights = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(several)]
-            for m in ROWS:
+            for m in plan.ROWS:
                 x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
                 of_widths = {str(width): tiles_of(width) for width in batch_invariant_sm90.WIDTHS}
                 calls = {name: partial(_call, way, x, weights) for name, way in (ways | of_widths).items()}
@@ -120,7 +111,7 @@ def _inputs(kind: str, m: int, n: int, k: int) -> tuple[Any, Any]:
 def _bits(say: Callable[[str], None]) -> list[dict[str, Any]]:
     """By shape and implementation: kinds of inputs, every number of rows to EVERY for most, every width, 20 replays."""
     found = []
-    for n, k in sorted({shape for shapes in SHAPES.values() for shape in shapes}):
+    for n, k in sorted({shape for shapes in plan.SHAPES.values() for shape in shapes}):
         say(f"bits of ({n}, {k})")
         counted = {"cublaslt": Counted(), "skinny": Counted(), "vllm": Counted()}
         for kind in KINDS:
@@ -158,22 +149,6 @@ def _compare(n: int, k: int, kind: str, cublaslt: Counted, skinny: Counted, vllm
         graph.replay()
         skinny.compare(by_skinny, reference[:16])
         cublaslt.compare(by_cublaslt, reference[:16])
-
-
-def summary(finding: Mapping[str, Any]) -> dict[str, float]:
-    """The figures that are asked for: what serves against cuBLAS, and bytes a second of large weights at few rows."""
-    faster = [row["microseconds"]["cublas"] / row["microseconds"][row["served"]] for row in finding["rows"]]
-    large = [
-        row["n"] * row["k"] * 2 / row["microseconds"][row["served"]] / 1e6 / finding["copy_tb_s"]
-        for row in finding["rows"]
-        if row["n"] * row["k"] * 2 >= LARGE and row["m"] <= 16
-    ]
-    return {
-        "geometric mean": math.exp(sum(map(math.log, faster)) / len(faster)),
-        "worst": min(faster),
-        "share of the copy's bandwidth": min(large),
-        "elements that differ": float(sum(row["differ"] for row in finding["bits"])),
-    }
 
 
 def table(finding: Mapping[str, Any], rows: Sequence[int] = (1, 16, 64)) -> Table:

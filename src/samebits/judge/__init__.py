@@ -10,6 +10,7 @@ from .engines import missed as missed_engines
 from .invariance import judge_recordings, matrix_rows, matrix_summary, rejudge_matrix
 from .operators import missed as missed_operators
 from .planted import missed as missed_faults
+from .products import missed as missed_products
 from .speed import missed as missed_speed
 from .verdict import JudgeError, judge_run, read_bounds, rejudge, summary
 
@@ -24,6 +25,7 @@ __all__ = [
     "missed_engines",
     "missed_faults",
     "missed_operators",
+    "missed_products",
     "missed_speed",
     "read_bounds",
     "rejudge",

@@ -18,7 +18,9 @@ from samebits.judge import (
     missed_engines,
     missed_faults,
     missed_operators,
+    missed_products,
     missed_speed,
+    products,
     rejudge,
     rejudge_matrix,
 )
@@ -91,10 +93,21 @@ def render_card(folder: Path) -> str:
         f"Elements of norms, activation, log-softmax and decode attention that were compared with the row alone, in a "
         f"graph, again and again, or with FlashAttention 3: {compared:,}; that differ: 0 (`operators.json`)."
     )
+    matrix = _matrix(invariance.KIND.read(folder / "invariance.json"))
+    gemm = measurement.GEMM.read(folder / "gemm.json")
+    if wrong := missed_products(gemm):
+        raise TableError(f"{folder / 'gemm.json'} is not what it must be: {'; '.join(wrong[:3])}; make it again")
+    figures = products.summary(gemm)
+    speed = (
+        f"Products of 1 to {max(products.ROWS)} rows, cuBLAS with split-K ÷ what serves: geometric mean "
+        f"{figures[products.MEAN]:.2f}, the worst {figures[products.WORST]:.2f}; weights of 50 MB and more are read at "
+        f"{figures[products.SHARE]:.2f} of a copy's bandwidth or faster. Elements compared with the reference: "
+        f"{sum(row['of'] for row in gemm['bits']):,}; that differ: {figures[products.DIFFER]:.0f} (`gemm.json`)."
+    )
     return (
         "\n".join(said)
         + "\n\n"
-        + "\n\n".join(textwrap.fill(t, WIDTH, break_on_hyphens=False) for t in (prose, bits))
+        + "\n\n".join(textwrap.fill(t, WIDTH, break_on_hyphens=False) for t in (prose, matrix, speed, bits))
         + "\n"
     )
 
