@@ -1062,6 +1062,32 @@ def bench_operators(
         raise typer.Exit(1)
 
 
+@bench.command("backward")
+def bench_backward(
+    tests: Annotated[Path | None, typer.Option(help="Transformer Engine's tests/pytorch of its release")] = None,
+    record: Annotated[Path | None, typer.Option("--out", help="write the measurement to this JSON file")] = None,
+) -> None:
+    """Measure the backward modes of Transformer Engine on one GPU, as released and patched.
+
+    Exit code 1 if the patched package does not do what a mode says, or something is not measured.
+
+    Example: `samebits bench backward --tests TransformerEngine/tests/pytorch --out build/backward.json`
+    """
+    from samebits.bench import backward
+    from samebits.evidence.measurement import BACKWARD
+    from samebits.judge import missed_backward_modes
+
+    with _phases() as say:
+        document = backward.document(tests, say)
+    out.print(backward.table(document))
+    if record is not None:
+        BACKWARD.write(record, document)
+        out.print(f"{record}", markup=False)
+    if wrong := missed_backward_modes(document):
+        err.print(f"error: not what it must be: {'; '.join(wrong)}", style="red", markup=False)
+        raise typer.Exit(1)
+
+
 @contextmanager
 def _phases() -> Iterator[Callable[[str], None]]:
     """What says which phase is running: on one line that changes, or a line each where nobody looks."""

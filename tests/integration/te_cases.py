@@ -494,13 +494,14 @@ def row_wise_operands() -> None:
 def bench() -> None:
     """What is measured on a card (samebits.bench.backward), here on small sizes: each mode is what it says."""
     from samebits.bench import backward
+    from samebits.judge import backward_modes
 
     arm = backward.measure(backward.Sizes(64, 256, 384, tuple(SPLITS)), "cpu")
-    assert backward.problems(arm) == []
-    assert len(arm["rows"]) == 5 * 2 * 3 and all(arm["frozen_weight_bias_gradient"].values())
-    assert [name for name, said in arm["behaviours"].items() if not said] == [
-        "NVTE_BACKWARD_MODE, a region that does not quantize"
-    ]
+    found = backward_modes.problems(arm)
+    assert found == [], found
+    # All that is asked for but Transformer Engine's own tests, which need a card.
+    lacking = list(backward_modes._lacking(arm))
+    assert lacking == ["none of Transformer Engine's own tests passed: name their folder"], lacking
 
 
 def main() -> None:

@@ -174,8 +174,15 @@ def _cast(values: torch.Tensor, scale: torch.Tensor, kind: torch.dtype) -> torch
     return (values * scale).clamp(-FP8_MAX[kind], FP8_MAX[kind]).to(kind).view(torch.uint8)
 
 
+def _scale(amax: torch.Tensor, kind: torch.dtype, most: torch.dtype) -> torch.Tensor:
+    """The largest value ÷ amax, rounded once (torch's number / tensor is rounded twice); the most of a dtype for more."""
+    scale = torch.full_like(amax, FP8_MAX[kind]) / amax
+    scale = torch.where(scale.isinf(), torch.finfo(most).max, scale)
+    return torch.where(amax > 0, scale, torch.ones_like(amax))
+
+
 def _block_scales(amax: torch.Tensor, kind: torch.dtype, power_of_two: bool) -> torch.Tensor:
-    scale = torch.where(amax > 0, FP8_MAX[kind] / amax, torch.ones_like(amax))
+    scale = _scale(amax, kind, torch.bfloat16)
     return torch.exp2(torch.floor(torch.log2(scale))) if power_of_two else scale
 
 
@@ -224,7 +231,7 @@ def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: Any
         )
     amax = values.abs().amax() if values.numel() else values.new_zeros(())
     if isinstance(quantizer, Float8CurrentScalingQuantizer):
-        scale = torch.where(amax > 0, FP8_MAX[kind] / amax, torch.ones_like(amax))
+        scale = _scale(amax, kind, torch.float32)
     else:
         scale = quantizer.scale.clone()
         quantizer.amax.copy_(torch.maximum(quantizer.amax, amax.reshape(quantizer.amax.shape)))

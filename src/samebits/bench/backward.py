@@ -1,39 +1,52 @@
-"""Transformer Engine's backward modes on one GPU, as released and patched: `python -m samebits.bench.backward OUT`.
+"""Transformer Engine's backward modes on one GPU, as released and patched.
 
-Needs torch, Transformer Engine on PYTHONPATH and the src of this repository, nothing else. The patched package is made
-in a folder of its own: the Python files of the release with the series of patches/TransformerEngine, and links to its
-libraries.
-Each arm is a process; OUT is one JSON file. For Linear, LayerNormLinear, GroupedLinear, ops.Linear and a chain of ops,
-under current and block scaling, in each mode:
+Needs Transformer Engine on PYTHONPATH. The patched package is made in a folder of its own: the Python files of the
+release with the series of patches/TransformerEngine, and links to its libraries. Each arm is a process. For Linear,
+LayerNormLinear, GroupedLinear, ops.Linear and a chain of ops, under current and block scaling, in each mode:
 
 - forward: elements whose bits are not those of the default mode;
 - error: each gradient's relative L2 distance from what the mode says, a product of the named operands in FP32;
 - distance: the same from the gradients of unquantized operands, which is what the mode is for;
+- roundings: how often BF16 rounds a gradient between the cotangent and it, of which the judge makes its bound;
 - kept and peak: bytes that the forward leaves for the backward, and the most that a step held;
 - milliseconds: forward and backward, the median of STEPS.
 
-An error's bound: a gradient is rounded to BF16 once for every product and norm between it and the cotangent, each time
-by 2^-9 of an element at most; a norm's reference keeps the product before it in FP32. Sums of K products in FP32 differ
-by less than that at these sizes. So 2^-9 a rounding, and a quarter more (ROUNDING).
+Besides: whether quantized bytes and values are those of `samebits.judge.quantized`, and Transformer Engine's own tests.
 """
 
+import datetime
 import json
 import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
-ROOT = Path(__file__).parents[3]
-MODES = {"default": None, "unquant": "high_precision", "dequant": "dequantized"}
-RECIPES = ("Float8CurrentScaling", "Float8BlockScaling")
-ROUNDING = 1.25 * 2**-9
+from rich import box
+from rich.table import Table
+
+from samebits.errors import SamebitsError
+from samebits.evidence.measurement import BACKWARD
+from samebits.judge.backward_modes import FORMATS, MODES, RECIPES
+from samebits.judge.quantized import RECIPES as FORMATS_OF
+from samebits.judge.quantized import Float8
+from samebits.sources.pins import ROOT
+
+from .engine import card
+
 WARM, STEPS = 3, 11
+OWN_TESTS = "test_backward_override.py"
 VARIABLES = ("NVTE_BACKWARD_MODE", "NVTE_BACKWARD_OVERRIDE", "NVTE_KEEP_BACKWARD_UNQUANTIZED")
+
+
+class BackwardError(SamebitsError):
+    """A measurement that cannot be made: what is missing or ended, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -50,20 +63,11 @@ class Sizes:
 
 
 def rounded(x: Any, recipe: str, weight: bool = False) -> Any:
-    """What quantization leaves of a matrix, in FP32: one E4M3 scale for all, or powers of two for 1x128 or 128x128."""
+    """What quantization leaves of a matrix, in FP32."""
     import torch
 
-    x = x.detach().float()
-    if recipe == "Float8CurrentScaling":
-        scale = 448 / x.abs().amax()
-        return (x * scale).to(torch.float8_e4m3fn).float() * (1 / scale)
-    tall = 128 if weight else 1
-    rows, columns = x.shape
-    padded = torch.nn.functional.pad(x, (0, -columns % 128, 0, -rows % tall))
-    tiles = padded.view(padded.shape[0] // tall, tall, padded.shape[1] // 128, 128)
-    amax = tiles.abs().amax((1, 3), keepdim=True)
-    scale = torch.where(amax > 0, torch.exp2(torch.floor(torch.log2(448 / amax))), torch.ones_like(amax))
-    return ((tiles * scale).to(torch.float8_e4m3fn).float() / scale).view(padded.shape)[:rows, :columns]
+    formats = FORMATS_OF[recipe]
+    return (formats.weight if weight else formats.x).quantize(x.detach()).dequantize(torch.float32)
 
 
 def operands(x: Any, weight: Any, recipe: str, mode: str) -> tuple[Any, Any]:
@@ -229,7 +233,7 @@ def measure_mode(
     row: dict[str, Any] = {
         "error": {name: distance(gradients[name], value) for name, (value, _) in references.items()},
         "distance": {name: distance(gradients[name], value) for name, (value, _) in unquantized.items()},
-        "bound": {name: roundings * ROUNDING for name, (_, roundings) in references.items()},
+        "roundings": {name: roundings for name, (_, roundings) in references.items()},
         "kept_bytes": kept,
     }
     del gradients, references, unquantized
@@ -345,10 +349,71 @@ def behaviours(sizes: Sizes, device: str) -> dict[str, str]:
     return said
 
 
-def measure(sizes: Sizes, device: str, say: Callable[[str], None] = lambda phase: None) -> dict[str, Any]:
-    """Everything of one arm, in this process."""
+def formats(device: str) -> list[dict[str, Any]]:
+    """Elements whose byte, or whose value in FP32, is not the judge's; in each format that this card has."""
     import torch
-    import transformer_engine.common.recipe as recipes
+    import transformer_engine.pytorch as te
+    from transformer_engine.pytorch.tensor import Float8BlockQuantizer, Float8CurrentScalingQuantizer
+
+    e4m3, e5m2 = te.DType.kFloat8E4M3, te.DType.kFloat8E5M2
+
+    def in_blocks(dimensions: int) -> Any:
+        return Float8BlockQuantizer(e4m3, rowwise=True, columnwise=False, block_scaling_dim=dimensions)
+
+    ways = (
+        (Float8(), Float8CurrentScalingQuantizer(e4m3, torch.device(device), columnwise=False)),
+        (Float8(dtype=torch.float8_e5m2), Float8CurrentScalingQuantizer(e5m2, torch.device(device), columnwise=False)),
+        (Float8((1, 128), power_of_two=True), in_blocks(1)),
+        (Float8((128, 128), power_of_two=True), in_blocks(2)),
+    )
+    found = []
+    for name, (ours, theirs) in zip(FORMATS, ways, strict=True):
+        differ = of = 0
+        for x in _values(device):
+            left, right = theirs(x), ours.quantize(x)
+            data = left._data if hasattr(left, "_data") else left._rowwise_data
+            bytes_differ = data != right.data.view(torch.uint8)
+            values_differ = left.dequantize(dtype=torch.float32) != right.dequantize(torch.float32)
+            differ += int((bytes_differ | values_differ).sum())
+            of += x.numel()
+        found.append({"format": name, "differ": differ, "of": of})
+    return found
+
+
+def _values(device: str) -> Iterator[Any]:
+    """Matrices in BF16 for the formats: as drawn, of many magnitudes, mostly zeros, near the least; with tails."""
+    import torch
+
+    for rows, columns in ((256, 512), (144, 272)):
+        drawn = torch.randn(rows, columns, device=device)
+        exponents = torch.randint(-20, 21, drawn.shape, device=device)
+        for x in (drawn, torch.ldexp(drawn, exponents), drawn * (exponents > 18), drawn * 2.0**-120):
+            yield x.to(torch.bfloat16)
+
+
+def own_tests(folder: Path | None) -> dict[str, int]:
+    """How many of Transformer Engine's tests of the override pass, fail and are skipped, in this process's package."""
+    found = dict.fromkeys(("passed", "failed", "skipped"), 0)
+    if folder is None:
+        return found
+    with tempfile.TemporaryDirectory() as scratch:
+        report = Path(scratch) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", OWN_TESTS]
+        subprocess.run(command, cwd=folder, stdout=sys.stderr, check=False)
+        if not report.is_file():
+            raise BackwardError(f"{folder / OWN_TESTS}: pytest wrote no report; its output says why")
+        for test in ElementTree.parse(report).iter("testcase"):
+            kinds = {child.tag for child in test}
+            failed = bool(kinds & {"failure", "error"})
+            found["failed" if failed else "skipped" if "skipped" in kinds else "passed"] += 1
+    return found
+
+
+def measure(
+    sizes: Sizes, device: str, tests: Path | None = None, say: Callable[[str], None] = lambda phase: None
+) -> dict[str, Any]:
+    """Everything of one arm, in this process. tests: the folder of Transformer Engine's tests for PyTorch."""
+    import torch
 
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -370,29 +435,15 @@ def measure(sizes: Sizes, device: str, say: Callable[[str], None] = lambda phase
                 except Exception as error:
                     row = {"refused": f"{type(error).__name__}: {str(error)[:200]}"}
                 rows.append({"module": name, "recipe": recipe, "mode": mode, **row})
-    say("frozen weights, refusals")
-    return {
-        "package": str(Path(recipes.__file__).parents[2]),
+    say("frozen weights, refusals, formats")
+    found = {
         "rows": rows,
         "frozen_weight_bias_gradient": frozen_bias(sizes, device),
         "behaviours": behaviours(sizes, device),
+        "formats": formats(device),
     }
-
-
-def problems(arm: dict[str, Any]) -> list[str]:
-    """What of a measured arm is not as the modes say."""
-    found = []
-    for row in arm["rows"]:
-        place = f"{row['module']}, {row['recipe']}, {row['mode']}"
-        if "refused" in row:
-            found.append(f"{place}: {row['refused']}")
-            continue
-        if row["forward"]["differ"]:
-            found.append(f"{place}: the forward differs in {row['forward']['differ']} of {row['forward']['of']}")
-        for name, error in row["error"].items():
-            if error is None or (row["mode"] != "default" and not error <= row["bound"][name]):
-                found.append(f"{place}: {name} is {error} away, bound {row['bound'][name]:.2g}")
-    return found
+    say("Transformer Engine's own tests")
+    return {**found, "tests": own_tests(tests)}
 
 
 def patched_package(release: Path, target: Path) -> Path:
@@ -421,40 +472,65 @@ def patched_package(release: Path, target: Path) -> Path:
     return target
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Measure both arms; with `--arm`, print one arm's JSON (what the processes do)."""
-    if arguments[0] == "--arm":
-        print(json.dumps(measure(Sizes(), "cuda", lambda phase: print(phase, file=sys.stderr, flush=True))))
-        return
+def document(tests: Path | None, say: Callable[[str], None]) -> dict[str, Any]:
+    """Measure both arms, as a document of schema backward-1.
+
+    BackwardError if Transformer Engine is not there, or an arm ended."""
+    import importlib.metadata
     import importlib.util
-    import tempfile
 
-    import torch
-
-    out = Path(arguments[0])
     spec = importlib.util.find_spec("transformer_engine")
     if spec is None or spec.origin is None:
-        raise SystemExit("error: no transformer_engine on PYTHONPATH. Remedy: unpack its wheels, name the folder.")
+        raise BackwardError("no transformer_engine on PYTHONPATH: unpack its wheels and name the folder")
     release = Path(spec.origin).parents[1]
     environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     arms = {}
     with tempfile.TemporaryDirectory() as scratch:
         trees = {"release": release, "patched": patched_package(release, Path(scratch))}
         for name, tree in trees.items():
+            say(f"{name}: five modules, two recipes, three modes")
             path = os.pathsep.join([str(tree), *filter(None, [str(ROOT / "src"), environment.get("PYTHONPATH", "")])])
-            command = [sys.executable, "-m", "samebits.bench.backward", "--arm"]
-            done = subprocess.run(command, stdout=subprocess.PIPE, env=environment | {"PYTHONPATH": path}, check=True)
-            arms[name] = json.loads(done.stdout)
-            arms[name]["problems"] = problems(arms[name])
-    card = {"name": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": str(torch.version.cuda)}
-    document = {"command": "python -m samebits.bench.backward", "card": card, "sizes": vars(Sizes()), "arms": arms}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(document, indent=1) + "\n")
-    for name, arm in arms.items():
-        print(f"{name}: {len(arm['problems'])} problems")
-        for problem in arm["problems"]:
-            print(f"  {problem}")
+            command = [sys.executable, "-m", "samebits.bench.backward", *([str(tests)] if tests else [])]
+            done = subprocess.run(command, stdout=subprocess.PIPE, env=environment | {"PYTHONPATH": path}, check=False)
+            if done.returncode:
+                raise BackwardError(f"the arm {name} ended with code {done.returncode}; what it printed says why")
+            arms[name] = json.loads(done.stdout.splitlines()[-1])
+    return BACKWARD.build(
+        command="samebits bench backward" + (" --tests TESTS" if tests else ""),
+        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        card=card(),
+        transformer_engine=importlib.metadata.version("transformer-engine"),
+        sizes={**vars(Sizes()), "splits": list(Sizes().splits)},
+        arms=arms,
+    )
+
+
+def table(finding: Mapping[str, Any]) -> Table:
+    """A row a module, recipe and mode of the patched arm: its largest error, memory, and time against the default."""
+    drawn = Table(title=f"backward modes on {finding['card']['name']}, patched", box=box.SIMPLE)
+    for column in ("module", "recipe", "mode", "error", "from unquantized", "kept MB", "peak MB", "ms", "÷ default"):
+        drawn.add_column(column, justify="right", no_wrap=True)
+    plain: dict[tuple[str, str], float] = {}
+    for row in finding["arms"]["patched"]["rows"]:
+        place = (row["module"], row["recipe"])
+        if "refused" in row:
+            drawn.add_row(*place, row["mode"], row["refused"][:60], *[""] * 5)
+            continue
+        taken = row["milliseconds"]
+        first = plain.setdefault(place, taken)
+        errors = (max(filter(None, row[key].values()), default=0.0) for key in ("error", "distance"))
+        sizes = (row[key] / 1e6 for key in ("kept_bytes", "peak_bytes"))
+        cells = (
+            *(f"{e:.2g}" for e in errors),
+            *(f"{size:.0f}" for size in sizes),
+            f"{taken:.2f}",
+            f"{taken / first:.2f}",
+        )
+        drawn.add_row(*place, row["mode"], *cells)
+    return drawn
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    folder = Path(sys.argv[1]).resolve() if sys.argv[1:] else None
+    said = measure(Sizes(), "cuda", folder, lambda phase: print(phase, file=sys.stderr, flush=True))
+    print(json.dumps(said))

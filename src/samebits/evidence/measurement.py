@@ -11,6 +11,7 @@ class MeasurementError(SamebitsError):
     """A measurement that cannot be believed: the file, what is wrong with it, what to do."""
 
 
+BACKWARD = Kind("backward-1", MeasurementError, "measure")
 BENCH = Kind("bench-1", MeasurementError, "measure")
 ENGINES = Kind("engines-1", MeasurementError, "measure")
 GEMM = Kind("gemm-1", MeasurementError, "measure")

@@ -5,6 +5,7 @@ judges cannot change how it judges. What computes references of gradients (`vjp`
 `conventions`) imports torch besides, and is imported by name.
 """
 
+from .backward_modes import missed as missed_backward_modes
 from .compare import Comparison, compare
 from .engines import missed as missed_engines
 from .invariance import judge_recordings, matrix_rows, matrix_summary, rejudge_matrix
@@ -22,6 +23,7 @@ __all__ = [
     "judge_run",
     "matrix_rows",
     "matrix_summary",
+    "missed_backward_modes",
     "missed_engines",
     "missed_faults",
     "missed_operators",
