@@ -28,6 +28,8 @@ from transformer_engine.pytorch import ops  # noqa: E402
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager  # noqa: E402
 from transformer_engine.pytorch.tensor import Float8CurrentScalingQuantizer  # noqa: E402
 
+from samebits.judge.quantized import RECIPES as FORMATS  # noqa: E402
+
 VARIABLES = ("NVTE_BACKWARD_MODE", "NVTE_BACKWARD_OVERRIDE", "NVTE_KEEP_BACKWARD_UNQUANTIZED")
 OVERRIDES = (None, "high_precision", "dequantized")
 SCALINGS = (recipes.Float8CurrentScaling, recipes.Float8BlockScaling)
@@ -184,18 +186,9 @@ def run(module: Any, x: torch.Tensor, recipe: Any, *arguments: Any) -> tuple[tor
 
 
 def rounded(x: torch.Tensor, kind: type, weight: bool = False) -> torch.Tensor:
-    """What is left of a matrix after quantization, in FP32, told again: one scale, or one a block, a power of two."""
-    x = x.detach().float()
-    if kind is recipes.Float8CurrentScaling:
-        scale = 448 / x.abs().max()
-        return (x * scale).to(torch.float8_e4m3fn).float() * (1 / scale)
-    out, tall = torch.empty_like(x), 128 if weight else 1
-    for row in range(0, x.shape[0], tall):
-        for column in range(0, x.shape[1], 128):
-            block = x[row : row + tall, column : column + 128]
-            scale = 2 ** torch.floor(torch.log2(448 / block.abs().max()))
-            out[row : row + tall, column : column + 128] = (block * scale).to(torch.float8_e4m3fn).float() / scale
-    return out
+    """What quantization leaves of a matrix, in FP32: as the judge has it."""
+    formats = FORMATS[kind.__name__]
+    return (formats.weight if weight else formats.x).quantize(x.detach()).dequantize(torch.float32)
 
 
 def operands(x: torch.Tensor, weight: torch.Tensor, kind: type, override: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -175,7 +175,7 @@ def _cast(values: torch.Tensor, scale: torch.Tensor, kind: torch.dtype) -> torch
 
 
 def _scale(amax: torch.Tensor, kind: torch.dtype, most: torch.dtype) -> torch.Tensor:
-    """The largest value ÷ amax, rounded once (torch's number / tensor is rounded twice); the most of a dtype for more."""
+    """The largest value ÷ amax, rounded once (torch's number / tensor is rounded twice), or the most of a dtype."""
     scale = torch.full_like(amax, FP8_MAX[kind]) / amax
     scale = torch.where(scale.isinf(), torch.finfo(most).max, scale)
     return torch.where(amax > 0, scale, torch.ones_like(amax))
