@@ -1014,13 +1014,13 @@ def bench_gemm(
 ) -> None:
     """Time products of few rows on one GPU, ours beside the libraries', and compare their bits with the reference.
 
-    Exit code 1 if one element differs.
+    Exit code 1 if an element differs, or a figure is not what it must be.
 
     Example: `samebits bench gemm --out build/gemm.json`
     """
     from samebits.bench import gemm
     from samebits.evidence.measurement import GEMM
-    from samebits.judge import products
+    from samebits.judge import missed_products, products
 
     with _phases() as say:
         document = gemm.document(say)
@@ -1030,7 +1030,8 @@ def bench_gemm(
     if record is not None:
         GEMM.write(record, document)
         out.print(f"{record}", markup=False)
-    if any(row["differ"] for row in document["bits"]):
+    if wrong := missed_products(document):
+        err.print(f"error: not what it must be: {'; '.join(wrong)}", style="red", markup=False)
         raise typer.Exit(1)
 
 

@@ -20,9 +20,9 @@ def whole() -> Document:
         times = {"cublas": 1.1 * taken, "skinny": taken, "cublaslt": 1.2 * taken}
         rows += [{"n": n, "k": k, "m": m, "served": "skinny", "microseconds": dict(times)} for m in products.ROWS]
     bits = [
-        {"n": n, "k": k, "implementation": name, "differ": 0, "of": products.LEAST_ELEMENTS}
+        {"n": n, "k": k, "implementation": name, "differ": 0, "of": of}
         for n, k in shapes
-        for name in products.IMPLEMENTATIONS
+        for name, of in products.elements(n).items()
     ]
     return {"rows": rows, "bits": bits, "copy_tb_s": 4.0, "libraries": dict.fromkeys(products.LIBRARIES, "0" * 64)}
 
@@ -46,8 +46,10 @@ def slower(times: float, rows: slice) -> Callable[[Document], None]:
     ("change", "text"),
     [
         (lambda d: d["rows"].pop(0), "4096 x 1024, 1 rows: is not timed"),
-        (lambda d: d["bits"].pop(1), "4096 x 1024, skinny: 0 elements are compared, too few"),
-        (lambda d: d["bits"][0].update(of=9), "4096 x 1024, cublaslt: 9 elements are compared, too few"),
+        (lambda d: d["bits"].pop(4), "1024 x 2048, skinny: 0 elements are compared, must be 29465600"),
+        (lambda d: d["bits"][3].update(of=9), "1024 x 2048, cublaslt: 9 elements are compared, must be 675953664"),
+        (lambda d: d["bits"].append(d["bits"][0]), "a row is there twice"),
+        (lambda d: d["rows"].append(d["rows"][0]), "a row is there twice"),
         (lambda d: d["bits"][2].update(differ=1), "4096 x 1024, vllm: 1 elements differ"),
         (lambda d: d["libraries"].popitem(), "its hash is not there"),
         (slower(1.06, slice(None)), "geometric mean: 1.038, must be ≥ 1.05"),

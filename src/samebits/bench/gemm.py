@@ -1,8 +1,9 @@
 """Products of few rows on one GPU: ours, cuBLASLt without split-K and vLLM's own, against cuBLAS; and the bits of each.
 
-A time is the median of replays of one CUDA graph of launches, back to back, that go round several weights, more bytes
-than the L2 cache holds; the graphs of all ways take turns, clocks are left alone. Ours is timed with every width of a
-tile too: the table of widths in `batch_invariant_sm90` is made from that. Bits are compared with the reference kernel.
+A time is the median of replays of one CUDA graph of launches, back to back, each with a weight of its own, many times
+what the L2 cache holds; the graphs of all ways take turns in an order that changes, clocks are left alone. Ours is
+timed with every width of a tile too: the table of widths in `batch_invariant_sm90` is made from that. Bits are compared
+with the reference kernel.
 """
 
 import datetime
@@ -20,11 +21,8 @@ from samebits.judge import products as plan
 from .engine import card
 from .graph import Counted, captured, in_turn, microseconds
 
-EVERY, POWERS = 1100, (2048, 4096, 8192, 16_384)
-KINDS = ("normal", "cancelling", "outliers", "special")
-BYTES = 300e6  # of different weights in a graph: six times the cache
-LAUNCHES = 30  # in a graph, so that its beginning hardly counts
-MOST_BYTES = 8e9  # that a graph reads: of larger weights each has one launch
+BYTES = 2e9  # of different weights in a graph, each read once: what the cache keeps of them hardly counts
+LEAST_LAUNCHES, MOST_LAUNCHES = 4, 240
 
 
 def measure(say: Callable[[str], None]) -> dict[str, Any]:
@@ -64,13 +62,13 @@ def measure(say: Callable[[str], None]) -> dict[str, Any]:
     for model, shapes in plan.SHAPES.items():
         for n, k in shapes:
             say(f"{model}: ({n}, {k})")
-            several = max(4, min(LAUNCHES, int(BYTES / (n * k * 2))))
-            weights = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(several)]
+            launches = max(LEAST_LAUNCHES, min(MOST_LAUNCHES, int(BYTES / (n * k * 2))))
+            weights = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(launches)]
             for m in plan.ROWS:
                 x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
                 of_widths = {str(width): tiles_of(width) for width in batch_invariant_sm90.WIDTHS}
                 calls = {name: partial(_call, way, x, weights) for name, way in (ways | of_widths).items()}
-                taken = in_turn(calls, LAUNCHES if n * k * 2 * LAUNCHES < MOST_BYTES else several)
+                taken = in_turn(calls, launches)
                 times, widths = ({name: taken[name] for name in names} for names in (ways, of_widths))
                 row = {"model": model, "n": n, "k": k, "m": m, "served": serving(n, k), "microseconds": times}
                 rows.append({**row, "widths": widths})
@@ -87,7 +85,7 @@ def measure(say: Callable[[str], None]) -> dict[str, Any]:
 
 
 def _call(way: Callable[[Any, Any], Any], x: Any, weights: Sequence[Any], i: int) -> Any:
-    return way(x, weights[i % len(weights)])
+    return way(x, weights[i])
 
 
 def _inputs(kind: str, m: int, n: int, k: int) -> tuple[Any, Any]:
@@ -114,7 +112,7 @@ def _bits(say: Callable[[str], None]) -> list[dict[str, Any]]:
     for n, k in sorted({shape for shapes in plan.SHAPES.values() for shape in shapes}):
         say(f"bits of ({n}, {k})")
         counted = {"cublaslt": Counted(), "skinny": Counted(), "vllm": Counted()}
-        for kind in KINDS:
+        for kind in plan.KINDS:
             _compare(n, k, kind, **counted)
         for name, one in counted.items():
             found.append({"n": n, "k": k, "implementation": name, "differ": int(one.differ), "of": one.of})
@@ -123,32 +121,31 @@ def _bits(say: Callable[[str], None]) -> list[dict[str, Any]]:
 
 def _compare(n: int, k: int, kind: str, cublaslt: Counted, skinny: Counted, vllm: Counted) -> None:
     import torch
-    from vllm.model_executor.layers import batch_invariant, batch_invariant_sm90
+    from vllm.model_executor.layers import batch_invariant
 
     operators = torch.ops.batch_invariant
-    x, weight = _inputs(kind, EVERY, n, k)
+    x, weight = _inputs(kind, plan.EVERY, n, k)
     reference = operators.reference_gemm(x, weight)
-    thorough = kind == "normal" and n < 100_000
-    for m in [*range(1, EVERY + 1, 1 if thorough else 37), EVERY]:
+    rows = plan.compared(kind, n)
+    for m in rows["cublaslt"]:
         cublaslt.compare(operators.cublaslt_gemm(x[:m], weight), reference[:m])
-    for m in range(1, EVERY + 1, 37):
+    for m in rows["vllm"]:
         vllm.compare(batch_invariant.matmul_persistent(x[:m], weight.t()), reference[:m])
-    for m in range(1, batch_invariant_sm90.MOST_ROWS + 1, 1 if kind == "normal" else 7):
-        for width in batch_invariant_sm90.WIDTHS:
+    for m in rows["skinny"]:
+        for width in plan.WIDTHS:
             skinny.compare(operators.skinny_gemm(x[:m], weight, None, False, width), reference[:m])
-    if thorough:
-        for m in POWERS:
-            long, _ = _inputs(kind, m, 1, k)
-            some = torch.arange(0, m, 61, device="cuda")
-            cublaslt.compare(operators.cublaslt_gemm(long, weight)[some], operators.reference_gemm(long[some], weight))
-    few = x[:16].clone()
+    for m in plan.powers(kind, n):
+        long, _ = _inputs(kind, m, 1, k)
+        some = torch.arange(0, m, plan.ROW, device="cuda")
+        cublaslt.compare(operators.cublaslt_gemm(long, weight)[some], operators.reference_gemm(long[some], weight))
+    few = x[: plan.REPLAYED].clone()
     graph, (by_skinny, by_cublaslt) = captured(
         lambda: (operators.skinny_gemm(few, weight, None, False, 48), operators.cublaslt_gemm(few, weight))
     )
-    for _ in range(20):
+    for _ in range(plan.REPLAYS):
         graph.replay()
-        skinny.compare(by_skinny, reference[:16])
-        cublaslt.compare(by_cublaslt, reference[:16])
+        skinny.compare(by_skinny, reference[: plan.REPLAYED])
+        cublaslt.compare(by_cublaslt, reference[: plan.REPLAYED])
 
 
 def table(finding: Mapping[str, Any], rows: Sequence[int] = (1, 16, 64)) -> Table:

@@ -7,6 +7,7 @@ ratio is of two turns of one round.
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,6 +18,8 @@ RELEASE = "unpatched0"
 MODEL = "Qwen3-8B"
 LEAST_ROUNDS = 3
 UNIT = "tokens/s"
+
+COMMAND = "samebits"  # that a measurement's command begins with, unless a variable of the environment stands before it
 
 Case = tuple[int, int, int]  # tokens of a prompt, of an answer (1: the prompts' tokens count), requests
 
@@ -70,6 +73,8 @@ def missed(documents: Sequence[Mapping[str, Any]]) -> list[str]:
         if document["rounds"] < LEAST_ROUNDS:
             found.append(f"{document['rounds']} rounds, fewer than {LEAST_ROUNDS}")
         found += _wrong_arms(document["arms"])
+        if document["command"].split()[0] != COMMAND and RELEASE in document["arms"]:
+            found.append(f"a measurement of speed with {document['command'].split()[0]}: make it without")
         for row in document["rows"]:
             if (case := case_of(row)) not in MUST:
                 continue
@@ -82,6 +87,8 @@ def missed(documents: Sequence[Mapping[str, Any]]) -> list[str]:
             for arm in (arm for arm in MUST[case] if arm in values):
                 seen[case].add(arm)
                 found += _broken(case, arm, ratios(row, arm))
+    if len({json.dumps(document["card"], sort_keys=True) for document in documents}) > 1:
+        found.append("the measurements are of several cards or drivers")
     found += _of_several_wheels(documents) + _apart(documents)
     found += [f"{name(case)}, {arm}: is not measured" for case in MUST for arm in MUST[case] if arm not in seen[case]]
     return found
@@ -123,11 +130,18 @@ def _apart(documents: Sequence[Mapping[str, Any]]) -> list[str]:
     shared = [document["arms"].get(INVARIANT, {}).get("shared") for document in documents]
     if not any(shared):
         found.append(f"{INVARIANT}: what it says together is not compared with what it says alone")
+    controls = [document["arms"][RELEASE].get("shared") for document in documents if RELEASE in document["arms"]]
+    if not any(count and count["logprobs"] for count in controls):
+        found.append(f"{RELEASE}: says together what it says alone, so that no requests may have shared a step")
     for count in filter(None, shared):
         if differ := count["tokens"] + count["logprobs"]:
             found.append(f"{INVARIANT}: {differ} tokens and logprobs differ together from alone")
     for (a, b), ways in SAY_THE_SAME.items():
-        said = [one for document in documents for one in document["said"] if set(one["pair"]) == {a, b}]
+        about = _about(documents, a, b)
+        said = [one for document in about for one in document["said"] if set(one["pair"]) == {a, b}]
+        words = [document["command"].split()[0] for document in about]
+        if words and COMMAND not in words:
+            found.append(f"{a} and {b}: are compared only with {words[0]}")
         for how in ways:
             counts = [one if how == "together" else one["alone"] for one in said if how == "together" or "alone" in one]
             differ = sum(count["tokens"] + count["logprobs"] for count in counts)
@@ -136,6 +150,11 @@ def _apart(documents: Sequence[Mapping[str, Any]]) -> list[str]:
             elif differ:
                 found.append(f"{a} and {b}: {differ} tokens and logprobs differ {how}")
     return found
+
+
+def _about(documents: Sequence[Mapping[str, Any]], a: str, b: str) -> list[Mapping[str, Any]]:
+    """The measurements that compare two arms."""
+    return [document for document in documents if any(set(one["pair"]) == {a, b} for one in document["said"])]
 
 
 def _broken(case: Case, arm: str, found: Sequence[float]) -> list[str]:
