@@ -7,6 +7,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import zipfile
 from typing import Any
 
 import pytest
@@ -207,3 +208,24 @@ def test_where_nothing_is_chosen_by_its_time_kernels_are_not_combined_by_theirs(
         with pytest.raises(Started) as started:
             card.measure("8B", [card.Arm("a", 0)], [card.Case(8, 8, 1)], 1, False, False, lambda _: None, tmp_path)
         assert started.value.args == (config,)
+
+
+def test_an_arm_that_is_called_the_release_holds_its_files(tmp_path: pathlib.Path) -> None:
+    """The files that our series changes, by the hashes that it expects to find; what it adds must not be there."""
+    from samebits.bench import engine
+    from samebits.sources.fetch import fetch
+    from samebits.sources.pins import load_pins
+
+    artefact = next(a for a in load_pins().upstreams["vllm"].artefact if a.base == "0.26.0" and "gpu" not in a.profiles)
+    known = json.loads((ROOT / "manifests" / "patched" / "vllm-0.26.0.json").read_text())["files"]
+    with zipfile.ZipFile(fetch(artefact)) as wheel:
+        wheel.extractall(tmp_path, [name for name, hashes in known.items() if hashes["before"]])
+    engine.refuse_patched(tmp_path, "0.26.0")
+    changed = next(name for name, hashes in known.items() if hashes["before"])
+    added = next(name for name, hashes in known.items() if not hashes["before"])
+    for name in (added, changed):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("ours")
+        with pytest.raises(SystemExit, match=f"is not the release: {name} differs"):
+            engine.refuse_patched(tmp_path, "0.26.0")
+        (tmp_path / name).unlink()

@@ -176,12 +176,12 @@ def measure(
         if os.environ.get(DETERMINISTIC) == "1":
             # vLLM would have Inductor time whether kernels are better combined, which it refuses then.
             engine["compilation_config"] = {"inductor_compile_config": {"combo_kernels": False}}
-        job = {"engine": engine, "cases": [vars(case) for case in cases], "said": True}
+        job: dict[str, Any] = {"engine": engine, "cases": [vars(case) for case in cases], "said": True}
         children, ready = {}, {}
         for arm in arms:
             say(f"{arm.name} starts")
             log = logs / f"{arm.name}.log"
-            job["tree"] = arm.tree and str(arm.tree)
+            job |= {"tree": arm.tree and str(arm.tree), "patched": trees[arm.name]["wheel"] != RELEASE}
             child = Child(f"the engine {arm.name}", "samebits.bench.engine", job, _environment(arm, logs), log)
             children[arm.name] = stack.enter_context(child)
             if apart:

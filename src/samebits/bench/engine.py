@@ -1,12 +1,13 @@
 """One vLLM engine that is timed: ``python -m samebits.bench.engine JOB``, the arm is its environment's.
 
 JOB: {"engine": arguments of LLM, "cases": [{"prompt", "answer", "requests"}], "said": draw weights and answer first}.
-With "tree" vllm must be the one in that folder. Without "said" the engine runs in this process, which says the contract
-that it computes by.
+With "tree" vllm must be the one in that folder; with "said" and not "patched", as released. Without "said" the engine
+runs in this process, which says the contract that it computes by.
 A case counts the tokens that it generated; one with a single token an answer, those of its prompts. Its name is
 "prompt,answer,requests".
 """
 
+import hashlib
 import json
 import os
 import pathlib
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from samebits.recipe import arms
+from samebits.sources.pins import ROOT
 
 from .turns import Served, Workload, serve
 
@@ -50,6 +52,8 @@ def _make(job: dict[str, Any]) -> Served:
 
     import vllm
 
+    if job.get("said") and not job["patched"]:
+        refuse_patched(pathlib.Path(vllm.__file__).parents[1], vllm.__version__)
     tree = job.get("tree")  # a folder on PYTHONPATH that lacks a file of the package is passed over without a word
     if tree and not pathlib.Path(vllm.__file__).is_relative_to(tree):
         raise SystemExit(
@@ -99,6 +103,18 @@ def _make(job: dict[str, Any]) -> Served:
         return Served(workloads, facts)
     engine.sleep(level=1)
     return Served(workloads, facts, awake)
+
+
+def refuse_patched(site: pathlib.Path, version: str) -> None:
+    """SystemExit unless the files that our series changes lie in `site` as the release of this version has them."""
+    known = json.loads((ROOT / "manifests" / "patched" / f"vllm-{version}.json").read_text())
+    for name, hashes in known["files"].items():
+        file = site / name
+        found = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
+        if found != hashes["before"]:
+            raise SystemExit(
+                f"vllm {version} in {site} is not the release: {name} differs; give the arm its own @FOLDER"
+            )
 
 
 def card() -> dict[str, str]:
