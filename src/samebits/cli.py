@@ -22,6 +22,7 @@ from samebits.sources.pins import ROOT
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from samebits.recipe.warm_start import WarmStart
     from samebits.sources.patching import Patch, Read
     from samebits.sources.pins import Base, Pins, Upstream
 
@@ -344,6 +345,7 @@ def deliver_prs(
 def build_tree(
     folder: Annotated[Path, typer.Option("--out", help="a new folder")],
     through: Annotated[str | None, typer.Option(help="the last patch of vllm's series that it has")] = None,
+    trainer: Annotated[bool, typer.Option("--trainer", help="also of megatron-core and verl")] = False,
 ) -> None:
     """Write the files in which the GPU's patched vllm differs from its release: lay them over an unpacked release.
 
@@ -356,7 +358,7 @@ def build_tree(
     from samebits.sources.tree import write_tree
 
     with err.status("building"):
-        wheel = write_tree(load_pins(), PATCHES, cache_folder(), folder, through)
+        wheel = write_tree(load_pins(), PATCHES, cache_folder(), folder, through, trainer)
     out.print(f"{folder}: of {wheel}", markup=False)
 
 
@@ -498,9 +500,25 @@ Settings = Annotated[
 Warm = Annotated[
     list[str] | None,
     typer.Option(
-        "--warm-start", metavar="KEY=VALUE", help="seed, layers, hidden or steps of the warm start; repeat for more"
+        "--warm-start",
+        metavar="KEY=VALUE",
+        help="seed, layers, hidden, head, ffn, vocabulary or steps of the warm start; repeat for more",
     ),
 ]
+
+
+RecipeDevice = Annotated[Device, typer.Option("--device", help="where trainer and rollout run")]
+Geometry = Annotated[str | None, typer.Option("--model", help="a real model's geometry: qwen3-1.7b")]
+
+
+def _described(device: Device, geometry: str | None, warm_start: list[str] | None) -> "WarmStart":
+    """The warm start that the options describe: the device's, or a geometry's, but for the --warm-start settings."""
+    from samebits.recipe.warm_start import MODELS, STANDARD, WarmStart
+
+    if geometry is not None and geometry not in MODELS:
+        raise typer.BadParameter(f"give one of {', '.join(MODELS)}", param_hint="--model")
+    standard = MODELS[geometry] if geometry else STANDARD[str(device)]
+    return WarmStart.described(_pairs(warm_start, "--warm-start"), standard)
 
 
 @run.command("loop")
@@ -510,8 +528,10 @@ def run_loop(
     replace: Replace = False,
     settings: Settings = None,
     warm_start: Warm = None,
+    device: RecipeDevice = Device.cpu,
+    geometry: Geometry = None,
 ) -> None:
-    """Run the RL recipe as arm 0, then as arm 1, on this machine's CPU; one page shows both.
+    """Run the RL recipe as arm 0, then as arm 1, on this machine; one page shows both.
 
     Exit code 0 if arm 0 was observed and arm 1 is zero, 1 otherwise; the page is drawn in either case.
 
@@ -519,12 +539,11 @@ def run_loop(
     """
     from samebits.judge import summary
     from samebits.recipe import launch
-    from samebits.recipe.warm_start import WarmStart
 
     overrides = _pairs(settings, "--set")
-    model = WarmStart.described(_pairs(warm_start, "--warm-start"))
+    model = _described(device, geometry, warm_start)
     with _saying() as say:
-        receipts = launch.run_loop(steps, folder, overrides, model, say, replace)
+        receipts = launch.run_loop(steps, folder, overrides, model, say, replace, str(device))
     for receipt in receipts:
         out.print(f"BI={receipt['arm']}  {summary(receipt)}", markup=False)
     out.print(f"report: {folder / 'report.html'}", markup=False)
@@ -542,8 +561,10 @@ def run_rl(
     settings: Settings = None,
     warm_start: Warm = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print what would run, and start nothing")] = False,
+    device: RecipeDevice = Device.cpu,
+    geometry: Geometry = None,
 ) -> None:
-    """Run the RL recipe on this machine's CPU and judge it: the receipt is OUT/receipt.json, the page OUT/report.html.
+    """Run the RL recipe on this machine and judge it: the receipt is OUT/receipt.json, the page OUT/report.html.
 
     Exit code 0 for the verdict pass, 1 for any other; the page is drawn in either case.
 
@@ -552,18 +573,17 @@ def run_rl(
     """
     from samebits.judge import summary
     from samebits.recipe import launch
-    from samebits.recipe.warm_start import WarmStart
 
     overrides = _pairs(settings, "--set")
-    model = WarmStart.described(_pairs(warm_start, "--warm-start"))
+    model = _described(device, geometry, warm_start)
     if dry_run:
-        planned = launch.plan(arm, steps, overrides, model)
+        planned = launch.plan(arm, steps, overrides, model, str(device))
         out.print(f"configuration: sha256 {planned.config_sha256}", markup=False)
         out.print(f"command: {shlex.join(planned.command)}", markup=False)
         return
     page = page or folder / "report.html"
     with _saying() as say:
-        receipt = launch.run_rl(arm, steps, folder, overrides, model, say, replace, page)
+        receipt = launch.run_rl(arm, steps, folder, overrides, model, say, replace, page, str(device))
     out.print(f"report: {page}", markup=False)
     _verdict(receipt, summary(receipt))
 

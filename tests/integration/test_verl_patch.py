@@ -232,7 +232,10 @@ def test_a_step_is_recorded_by_the_index_of_each_sample(
     update = {"parameters": 4, "changed_parameters": 4, "masters": 4, "changed_masters": 1, "grad_norm": 1.0}
     update |= {"update_square_sum": 16.0, "learning_rate": 1e-4}
     seen = [(torch.tensor(taken[:2]), torch.stack(padded[:2])), (torch.tensor(taken[2:]), torch.stack(padded[2:]))]
-    tensors = trainer._record_step(batch, [{"log_probs": seen, "updates": [update]}])
+    ranks: list[dict[str, Any]] = [{"log_probs": seen, "updates": [update]}]
+    tensors = trainer._step_tensors(batch, ranks)
+    trainer._record = {"dir": "kept"}
+    trainer._record_step(tensors, ranks)
     trainer._verify = "observe"
     assert trainer._verify_step(tensors) == {
         "training/rollout_bits_compared": 9.0,
@@ -245,7 +248,7 @@ def test_a_step_is_recorded_by_the_index_of_each_sample(
     ):
         trainer._verify_step(tensors)
     with pytest.raises(RuntimeError, match="took 1 of 3 samples; none may be skipped"):
-        trainer._record_step(batch, [{"log_probs": seen[:1], "updates": [update]}])
+        trainer._step_tensors(batch, [{"log_probs": seen[:1], "updates": [update]}])
 
     capsule = read_capsule(tmp_path / "step-0001")
     read = {name: tensor.read() for name, tensor in capsule.tensors.items()}

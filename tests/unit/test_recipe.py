@@ -178,7 +178,7 @@ def test_the_warm_starts_key_follows_each_of_its_inputs(
         keys.append(WarmStart().key(wheels, ENVIRONMENT))
     with monkeypatch.context() as patch:
         (tmp_path / "cpu.txt").write_text("torch==0")
-        patch.setattr(warm_start, "LOCK", tmp_path / "cpu.txt")
+        patch.setitem(warm_start.LOCKS, "cpu", tmp_path / "cpu.txt")
         keys.append(WarmStart().key(wheels, ENVIRONMENT))
     assert len(set(keys)) == 8 and WarmStart().key(wheels, ENVIRONMENT) == first
 

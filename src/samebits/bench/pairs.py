@@ -73,7 +73,7 @@ def measure(layers: int, hidden: int, rounds: int, compiled: bool, say: Say, log
     logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         weights = pathlib.Path(folder) / "model"
-        model.write_model(weights, SEED, layers, hidden)
+        model.write_model(weights, SEED, model.config(layers, hidden))
         arguments = engine_arguments(weights, compiled)
         command = _command(layers, hidden, rounds, compiled)
         executions = {
