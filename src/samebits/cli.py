@@ -1028,6 +1028,40 @@ def bench_engine(
         out.print(f"{record}", markup=False)
 
 
+@bench.command("rl")
+def bench_rl(
+    folder: Annotated[Path, typer.Option("--out", help="for the runs' folders, steps.json and steps.html")],
+    which: Annotated[list[str] | None, typer.Option("--run", help="bi0, bi1, bi0-tis; default: bi0 and bi1")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="of each run; the first is not timed")] = 6,
+    chunk: Annotated[int | None, typer.Option(min=1, help="steps that this call takes; the next call goes on")] = None,
+    settings: Settings = None,
+    warm_start: Warm = None,
+    device: RecipeDevice = Device.cpu,
+    geometry: Geometry = None,
+) -> None:
+    """Train both arms on the recipe and put their steps side by side: phases, memory, logprobs that differ, reward.
+
+    A call goes on from the checkpoints of the one before it, also after one that was killed. bi0-tis is BI=0 with
+    verl's truncated importance sampling.
+
+    Examples: `samebits bench rl --device cuda --model qwen3-1.7b --out build/steps`,
+    `samebits bench rl --run bi0 --run bi1 --run bi0-tis --steps 40 --chunk 10 --out build/curves`
+    """
+    from samebits.bench import steps as runs
+    from samebits.evidence.measurement import STEPS
+
+    if unknown := [name for name in which or () if name not in runs.COLUMNS]:
+        raise typer.BadParameter(f"{unknown[0]}: give some of {', '.join(runs.COLUMNS)}", param_hint="--run")
+    columns = [runs.COLUMNS[name] for name in dict.fromkeys(which or ("bi0", "bi1"))]
+    overrides, model = _pairs(settings, "--set"), _described(device, geometry, warm_start)
+    with _saying() as say:
+        document = runs.run(columns, steps, chunk, folder, overrides, model, str(device), say)
+    if document is None:
+        return
+    STEPS.write(folder / "steps.json", document)
+    _page(folder / "steps.html", "Training steps side by side", runs.tables(document), [])
+
+
 @bench.command("gemm")
 def bench_gemm(
     record: Annotated[Path | None, typer.Option("--out", help="write the measurement to this JSON file")] = None,

@@ -194,7 +194,7 @@ def test_the_arm_that_is_fast_here_teaches_and_the_key_names_it(
     monkeypatch.setattr(provenance, "instruction_set", lambda: instructions)
     assert warm_start.teacher() == arm
     taught = SMALL.key({}, ENVIRONMENT)
-    monkeypatch.setattr(warm_start, "teacher", lambda: 1 - arm)
+    monkeypatch.setattr(warm_start, "teacher", lambda device: 1 - arm)
     assert SMALL.key({}, ENVIRONMENT) != taught
 
 
@@ -392,7 +392,7 @@ def test_the_loop_runs_both_arms_and_draws_both_whatever_the_verdicts(
         return {"arm": planned.arm, "verdict": verdicts[planned.arm], "claim": "x", "compares": [], "reasons": []}
 
     monkeypatch.setattr(launch, "_run", run)
-    monkeypatch.setattr(arms, "contract", lambda arm: None)
+    monkeypatch.setattr(arms, "contract", lambda arm, device: None)
     monkeypatch.setattr(launch, "render", lambda runs, page: page.write_text(json.dumps([run.name for run in runs])))
     done = CliRunner().invoke(cli.app, ["run", "loop", "--out", str(tmp_path)])
     assert done.exit_code == code and ran == [0, 1]

@@ -23,7 +23,7 @@ from samebits.evidence.measurement import BENCH
 from samebits.judge.speed import MUST, kept, ratios
 from samebits.recipe import arms, model
 from samebits.recipe.launch import WHEELS, kernels
-from samebits.recipe.warm_start import LOCK
+from samebits.recipe.warm_start import LOCKS
 from samebits.sources.pins import ROOT
 
 from . import trainer
@@ -79,8 +79,8 @@ def measure(layers: int, hidden: int, rounds: int, compiled: bool, say: Say, log
         executions = {
             str(arm): provenance.collect(
                 root=ROOT,
-                lock=LOCK,
-                requirements=WHEELS,
+                lock=LOCKS["cpu"],
+                requirements=WHEELS["cpu"],
                 arm=arm,
                 runner=arms.runner(environment),
                 config_sha256=hashlib.sha256(

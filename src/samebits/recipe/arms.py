@@ -89,8 +89,8 @@ def environment(arm: int, base: Mapping[str, str], device: str = "cpu") -> dict[
     family = "cpu" if device == "cpu" else "nvidia"
     if base.get("VERL_PLATFORM", family) != family:
         raise ArmError(
-            f"VERL_PLATFORM={base['VERL_PLATFORM']} in the environment contradicts --device {device}: bits are those of "
-            "a device family, so trainer and rollout are of one; unset it"
+            f"VERL_PLATFORM={base['VERL_PLATFORM']} in the environment contradicts --device {device}: bits are those "
+            "of a device family, so trainer and rollout are of one; unset it"
         )
     if device == "cuda":
         return {RUNNER_SWITCH: RUNNERS[device], **CUDA_DEFAULTS, **base, SWITCH: str(arm)}

@@ -276,48 +276,21 @@ def run_loop(
 
 def _run(planned: Plan, contract: str | None, out: pathlib.Path, say: Say) -> dict[str, Any]:
     log = out / "events.jsonl"
-    what, steps, device = planned.model, planned.steps, planned.device
     environment = {**planned.environment, "VERL_FILE_LOGGER_PATH": str(out / "metrics.jsonl")}
+    steps = planned.steps
     started = time.monotonic()
-    eventlog.append(log, "warm start", **asdict(what))
-    note = tree.installed_note() if device == "cuda" else None
-    wheels = provenance.wheels_of_tree(note) if note else provenance.wheels_here(ROOT, WHEELS[device])
-    say("warm start: a seeded Qwen3, taught the task (kept for the next run)")
-    weights = warm_start.obtain(what, wheels, CACHE, environment, say, device)
+    eventlog.append(log, "warm start", **asdict(planned.model))
+    weights = taught(planned, say)
     eventlog.append(log, "warm start ready", seconds=_since(started), key=weights.name)
 
     (out / "config.json").write_text(planned.config_text)
     inputs.write_rl_data(out / "data", prompts=steps * planned.config["data"]["train_batch_size"])
-    identity = provenance.collect(
-        root=ROOT,
-        lock=warm_start.LOCKS[device],
-        requirements=WHEELS[device],
-        tree=note,
-        arm=planned.arm,
-        runner=arms.runner(environment),
-        config_sha256=planned.config_sha256,
-        model=_model_identity(what, weights, device),
-        command=planned.command,
-        device=device,
-        device_name=_card() if device == "cuda" else None,
-        threads=int(environment["OMP_NUM_THREADS"]),
-        contract=contract,
-        kernels=kernels(),
-        environment=environment,
-    )
+    identity = identify(planned, weights, contract)
     provenance.write(out / "execution.json", identity)
 
-    folders = {
-        "recipe.model": weights,
-        "recipe.data": out / "data",
-        "recipe.out": out,
-        "recipe.reward": CONFIG.parent / "task.py",
-        "recipe.steps": steps,
-        "hydra.run.dir": out / "hydra",
-    }
     say(f"verl's trainer: Ray, vLLM and Megatron Core start ({out / 'trainer.log'})")
     began = time.monotonic()
-    command = process.python_module("verl.trainer.main_ppo", "rl", {**folders, **planned.overrides})
+    command = trainer_command(planned, weights, out)
     peak = process.run(command, environment, out / "trainer.log", _phases(out, steps, say), "verl's trainer")
     eventlog.append(log, "trained", seconds=_since(began), peak_memory_bytes=peak)
 
@@ -331,6 +304,59 @@ def _run(planned: Plan, contract: str | None, out: pathlib.Path, say: Say) -> di
     receipt.write(out / "receipt.json", document)
     eventlog.append(log, "judged", receipt=document["checksum"], verdict=document["verdict"], seconds=_since(started))
     return document
+
+
+def taught(planned: Plan, say: Say) -> pathlib.Path:
+    """The folder of the model that a run starts from; taught first if no run before it left it."""
+    say("warm start: a seeded Qwen3, taught the task (kept for the next run)")
+    note = _note(planned)
+    wheels = provenance.wheels_of_tree(note) if note else provenance.wheels_here(ROOT, WHEELS[planned.device])
+    return warm_start.obtain(planned.model, wheels, CACHE, planned.environment, say, planned.device)
+
+
+def _note(planned: Plan) -> pathlib.Path | None:
+    return tree.installed_note() if planned.device == "cuda" else None
+
+
+def identify(planned: Plan, weights: pathlib.Path, contract: str | None) -> dict[str, Any]:
+    """The execution identity of a planned run. Raises ProvenanceError."""
+    return provenance.collect(
+        root=ROOT,
+        lock=warm_start.LOCKS[planned.device],
+        requirements=WHEELS[planned.device],
+        tree=_note(planned),
+        arm=planned.arm,
+        runner=arms.runner(planned.environment),
+        config_sha256=planned.config_sha256,
+        model=_model_identity(planned.model, weights, planned.device),
+        command=planned.command,
+        device=planned.device,
+        device_name=_card() if planned.device == "cuda" else None,
+        threads=int(planned.environment["OMP_NUM_THREADS"]),
+        contract=contract,
+        kernels=kernels(),
+        environment=planned.environment,
+    )
+
+
+def trainer_command(
+    planned: Plan, weights: pathlib.Path, out: pathlib.Path, more: Mapping[str, object] | None = None
+) -> list[str]:
+    """The command of verl's trainer.
+
+    Args:
+        out: where ``data`` is, and where what it leaves goes.
+        more: overrides besides the plan's.
+    """
+    folders = {
+        "recipe.model": weights,
+        "recipe.data": out / "data",
+        "recipe.out": out,
+        "recipe.reward": CONFIG.parent / "task.py",
+        "recipe.steps": planned.steps,
+        "hydra.run.dir": out / "hydra",
+    }
+    return process.python_module("verl.trainer.main_ppo", "rl", {**folders, **planned.overrides, **(more or {})})
 
 
 def _since(moment: float) -> float:
