@@ -49,7 +49,7 @@ def worker(kind: type, sleeper: Any, sleeps: bool) -> Any:
         def get(self, name: str, default: Any = None) -> Any:
             return getattr(self, name, default)
 
-    made = object.__new__(kind)
+    made: Any = object.__new__(kind)
     engine = SimpleNamespace(
         get_per_tensor_param=lambda **_: (iter([("a.weight", torch.ones(2))]), None), is_param_offload_enabled=False
     )
