@@ -45,6 +45,12 @@ DEVICE_OVERRIDES: dict[str, dict[str, object]] = {
         "trainer.device": "cuda",
         "actor_rollout_ref.rollout.free_cache_engine": True,
         "actor_rollout_ref.rollout.enable_sleep_mode": True,
+        # More than 20,000 tokens a step, in two sizes of micro-batch.
+        "data.train_batch_size": 168,
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 84,
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 48,
+        "actor_rollout_ref.rollout.max_num_seqs": 256,
+        "actor_rollout_ref.rollout.max_num_batched_tokens": 4096,
     },
 }
 Say = Callable[[str], None]
