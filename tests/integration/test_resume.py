@@ -35,7 +35,8 @@ def test_the_first_comparison_after_a_restore_is_zero(tmp_path: pathlib.Path) ->
         time.sleep(0.5)
     assert killed.poll() is None and 3 in logged(metrics)
     # Step 4 has begun: of the trainer's worker nothing is left, and nothing of step 3 was saved.
-    (worker,) = (p for p in psutil.Process(killed.pid).children(recursive=True) if "WorkerDict" in p.name())
+    workers = (p for p in psutil.process_iter() if p.name().startswith("ray::WorkerDict"))
+    (worker,) = (p for p in workers if str(tmp_path) in p.environ().get("VERL_FILE_LOGGER_PATH", ""))
     os.kill(worker.pid, signal.SIGKILL)
     assert killed.wait(timeout=300) != 0
     latest = tmp_path / "bi1" / "checkpoints" / "latest_checkpointed_iteration.txt"
