@@ -22,6 +22,7 @@ from samebits.sources.pins import ROOT
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from samebits.recipe.warm_start import WarmStart
     from samebits.sources.patching import Patch, Read
     from samebits.sources.pins import Base, Pins, Upstream
 
@@ -344,6 +345,7 @@ def deliver_prs(
 def build_tree(
     folder: Annotated[Path, typer.Option("--out", help="a new folder")],
     through: Annotated[str | None, typer.Option(help="the last patch of vllm's series that it has")] = None,
+    trainer: Annotated[bool, typer.Option("--trainer", help="also of megatron-core and verl")] = False,
 ) -> None:
     """Write the files in which the GPU's patched vllm differs from its release: lay them over an unpacked release.
 
@@ -356,7 +358,7 @@ def build_tree(
     from samebits.sources.tree import write_tree
 
     with err.status("building"):
-        wheel = write_tree(load_pins(), PATCHES, cache_folder(), folder, through)
+        wheel = write_tree(load_pins(), PATCHES, cache_folder(), folder, through, trainer)
     out.print(f"{folder}: of {wheel}", markup=False)
 
 
@@ -498,9 +500,25 @@ Settings = Annotated[
 Warm = Annotated[
     list[str] | None,
     typer.Option(
-        "--warm-start", metavar="KEY=VALUE", help="seed, layers, hidden or steps of the warm start; repeat for more"
+        "--warm-start",
+        metavar="KEY=VALUE",
+        help="seed, layers, hidden, head, ffn, vocabulary or steps of the warm start; repeat for more",
     ),
 ]
+
+
+RecipeDevice = Annotated[Device, typer.Option("--device", help="where trainer and rollout run")]
+Geometry = Annotated[str | None, typer.Option("--model", help="a real model's geometry: qwen3-1.7b")]
+
+
+def _described(device: Device, geometry: str | None, warm_start: list[str] | None) -> "WarmStart":
+    """The warm start that the options describe: the device's, or a geometry's, but for the --warm-start settings."""
+    from samebits.recipe.warm_start import MODELS, STANDARD, WarmStart
+
+    if geometry is not None and geometry not in MODELS:
+        raise typer.BadParameter(f"give one of {', '.join(MODELS)}", param_hint="--model")
+    standard = MODELS[geometry] if geometry else STANDARD[str(device)]
+    return WarmStart.described(_pairs(warm_start, "--warm-start"), standard)
 
 
 @run.command("loop")
@@ -510,8 +528,10 @@ def run_loop(
     replace: Replace = False,
     settings: Settings = None,
     warm_start: Warm = None,
+    device: RecipeDevice = Device.cpu,
+    geometry: Geometry = None,
 ) -> None:
-    """Run the RL recipe as arm 0, then as arm 1, on this machine's CPU; one page shows both.
+    """Run the RL recipe as arm 0, then as arm 1, on this machine; one page shows both.
 
     Exit code 0 if arm 0 was observed and arm 1 is zero, 1 otherwise; the page is drawn in either case.
 
@@ -519,12 +539,11 @@ def run_loop(
     """
     from samebits.judge import summary
     from samebits.recipe import launch
-    from samebits.recipe.warm_start import WarmStart
 
     overrides = _pairs(settings, "--set")
-    model = WarmStart.described(_pairs(warm_start, "--warm-start"))
+    model = _described(device, geometry, warm_start)
     with _saying() as say:
-        receipts = launch.run_loop(steps, folder, overrides, model, say, replace)
+        receipts = launch.run_loop(steps, folder, overrides, model, say, replace, str(device))
     for receipt in receipts:
         out.print(f"BI={receipt['arm']}  {summary(receipt)}", markup=False)
     out.print(f"report: {folder / 'report.html'}", markup=False)
@@ -542,8 +561,10 @@ def run_rl(
     settings: Settings = None,
     warm_start: Warm = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print what would run, and start nothing")] = False,
+    device: RecipeDevice = Device.cpu,
+    geometry: Geometry = None,
 ) -> None:
-    """Run the RL recipe on this machine's CPU and judge it: the receipt is OUT/receipt.json, the page OUT/report.html.
+    """Run the RL recipe on this machine and judge it: the receipt is OUT/receipt.json, the page OUT/report.html.
 
     Exit code 0 for the verdict pass, 1 for any other; the page is drawn in either case.
 
@@ -552,18 +573,17 @@ def run_rl(
     """
     from samebits.judge import summary
     from samebits.recipe import launch
-    from samebits.recipe.warm_start import WarmStart
 
     overrides = _pairs(settings, "--set")
-    model = WarmStart.described(_pairs(warm_start, "--warm-start"))
+    model = _described(device, geometry, warm_start)
     if dry_run:
-        planned = launch.plan(arm, steps, overrides, model)
+        planned = launch.plan(arm, steps, overrides, model, str(device))
         out.print(f"configuration: sha256 {planned.config_sha256}", markup=False)
         out.print(f"command: {shlex.join(planned.command)}", markup=False)
         return
     page = page or folder / "report.html"
     with _saying() as say:
-        receipt = launch.run_rl(arm, steps, folder, overrides, model, say, replace, page)
+        receipt = launch.run_rl(arm, steps, folder, overrides, model, say, replace, page, str(device))
     out.print(f"report: {page}", markup=False)
     _verdict(receipt, summary(receipt))
 
@@ -1006,6 +1026,40 @@ def bench_engine(
     if record is not None:
         ENGINES.write(record, document)
         out.print(f"{record}", markup=False)
+
+
+@bench.command("rl")
+def bench_rl(
+    folder: Annotated[Path, typer.Option("--out", help="for the runs' folders, steps.json and steps.html")],
+    which: Annotated[list[str] | None, typer.Option("--run", help="bi0, bi1, bi0-tis; default: bi0 and bi1")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="of each run; the first is not timed")] = 6,
+    chunk: Annotated[int | None, typer.Option(min=1, help="steps that this call takes; the next call goes on")] = None,
+    settings: Settings = None,
+    warm_start: Warm = None,
+    device: RecipeDevice = Device.cpu,
+    geometry: Geometry = None,
+) -> None:
+    """Train both arms on the recipe and put their steps side by side: phases, memory, logprobs that differ, reward.
+
+    A call goes on from the checkpoints of the one before it, also after one that was killed. bi0-tis is BI=0 with
+    verl's truncated importance sampling.
+
+    Examples: `samebits bench rl --device cuda --model qwen3-1.7b --out build/steps`,
+    `samebits bench rl --run bi0 --run bi1 --run bi0-tis --steps 40 --chunk 10 --out build/curves`
+    """
+    from samebits.bench import steps as runs
+    from samebits.evidence.measurement import STEPS
+
+    if unknown := [name for name in which or () if name not in runs.COLUMNS]:
+        raise typer.BadParameter(f"{unknown[0]}: give some of {', '.join(runs.COLUMNS)}", param_hint="--run")
+    columns = [runs.COLUMNS[name] for name in dict.fromkeys(which or ("bi0", "bi1"))]
+    overrides, model = _pairs(settings, "--set"), _described(device, geometry, warm_start)
+    with _saying() as say:
+        document = runs.run(columns, steps, chunk, folder, overrides, model, str(device), say)
+    if document is None:
+        return
+    STEPS.write(folder / "steps.json", document)
+    _page(folder / "steps.html", "Training steps side by side", runs.tables(document), [])
 
 
 @bench.command("gemm")

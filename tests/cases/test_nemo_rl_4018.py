@@ -60,8 +60,8 @@ print(json.dumps(said))
 
 
 def test_a_cache_that_outlives_the_sync_answers_for_the_old_weights(tmp_path: Path) -> None:
-    model.write_model(tmp_path / "first", seed=0, layers=1, hidden=256)
-    model.write_model(tmp_path / "second", seed=0, layers=1, hidden=256)
+    model.write_model(tmp_path / "first", 0, model.config(1, 256))
+    model.write_model(tmp_path / "second", 0, model.config(1, 256))
     file = tmp_path / "second" / "model.safetensors"
     save_file({name: tensor * 1.25 for name, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
     environment = {**arms.environment(1, os.environ), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}

@@ -142,6 +142,21 @@ def test_a_parameter_without_a_name_is_an_error() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("name", "theirs"),
+    [
+        ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm"),
+        ("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm"),
+        ("input_layernorm.weight", "input_layernorm"),
+    ],
+)
+def test_a_norm_has_one_name_whichever_module_keeps_its_gain(name: str, theirs: str) -> None:
+    """Transformer Engine keeps it with the linear layer behind the norm."""
+    names = DenseDecoderNames(recipe_model.config(1, 1024))
+    ((found, _),) = names.export_weights([Parameters(f"decoder.layers.0.{name}")])
+    assert found == f"model.layers.0.{theirs}.weight"
+
+
 def test_a_written_checkpoint_is_read_back(tmp_path: pathlib.Path) -> None:
     weights = {"a.weight": torch.randn(3, 2).bfloat16(), "b.weight": torch.randn(4).bfloat16()}
     write_checkpoint(weights.items(), tmp_path)
@@ -232,7 +247,10 @@ def test_a_step_is_recorded_by_the_index_of_each_sample(
     update = {"parameters": 4, "changed_parameters": 4, "masters": 4, "changed_masters": 1, "grad_norm": 1.0}
     update |= {"update_square_sum": 16.0, "learning_rate": 1e-4}
     seen = [(torch.tensor(taken[:2]), torch.stack(padded[:2])), (torch.tensor(taken[2:]), torch.stack(padded[2:]))]
-    tensors = trainer._record_step(batch, [{"log_probs": seen, "updates": [update]}])
+    ranks: list[dict[str, Any]] = [{"log_probs": seen, "updates": [update]}]
+    tensors = trainer._step_tensors(batch, ranks)
+    trainer._record = {"dir": "kept"}
+    trainer._record_step(tensors, ranks)
     trainer._verify = "observe"
     assert trainer._verify_step(tensors) == {
         "training/rollout_bits_compared": 9.0,
@@ -245,7 +263,7 @@ def test_a_step_is_recorded_by_the_index_of_each_sample(
     ):
         trainer._verify_step(tensors)
     with pytest.raises(RuntimeError, match="took 1 of 3 samples; none may be skipped"):
-        trainer._record_step(batch, [{"log_probs": seen[:1], "updates": [update]}])
+        trainer._step_tensors(batch, [{"log_probs": seen[:1], "updates": [update]}])
 
     capsule = read_capsule(tmp_path / "step-0001")
     read = {name: tensor.read() for name, tensor in capsule.tensors.items()}
@@ -444,6 +462,40 @@ def test_the_environment_alone_chooses_layers_and_logprobs(monkeypatch: pytest.M
     assert torch.equal(said["0"]["entropy"], said["1"]["entropy"])
     exact = scaled.double().log_softmax(-1).gather(2, label[..., None])[..., 0]
     assert (said["1"]["log_probs"] - exact).abs().max() < 1e-5
+
+
+def test_cuda_keeps_its_engine_unless_this_one_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from verl.workers.engine import base
+    from verl.workers.engine.megatron import MegatronEngineWithLMHead
+
+    monkeypatch.setattr(base, "get_device_name", lambda: "cuda")
+    monkeypatch.setattr(base, "get_vendor", lambda: "nvidia")
+    monkeypatch.delenv("VERL_ENGINE_VENDOR", raising=False)
+    assert base.EngineRegistry.get_engine_cls("language_model", "megatron") is MegatronEngineWithLMHead
+    monkeypatch.setenv("VERL_ENGINE_VENDOR", "aligned")
+    assert base.EngineRegistry.get_engine_cls("language_model", "megatron") is MegatronLocalSpecEngine
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("value", ["0", "1"])
+def test_on_cuda_the_plain_layers_are_transformer_engines(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And fused; the aligned ones have nothing that is fused, and are the same on each device."""
+    from megatron.core.models.common.embeddings import rope_utils
+    from verl.workers.engine.megatron import local_spec_impl
+
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", value)
+    monkeypatch.setattr(local_spec_impl, "get_device_name", lambda: "cuda")
+    # Transformer Engine is not here; the config would ask for its rotation.
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", object())
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(local_spec_impl, "get_gpt_layer_with_transformer_engine_spec", lambda **how: asked.append(how))
+    engine = engine_of_a_small_model()
+    spec = engine._layer_spec()
+    assert asked == ([{"qk_layernorm": True}] if value == "0" else [])
+    fused = ("masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion", "apply_rope_fusion")
+    assert {getattr(engine.tf_config, name) for name in fused} == {value == "0"}
+    assert not engine.tf_config.use_cpu_initialization
+    assert (spec is None) is (value == "0")
 
 
 @pytest.mark.usefixtures("one_rank")

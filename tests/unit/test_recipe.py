@@ -132,6 +132,34 @@ def test_model_runner_v2_is_refused_on_the_cpu_and_v1_recorded() -> None:
     assert found["VLLM_USE_V2_MODEL_RUNNER"] == "0" and arms.runner(found) == "v1"
 
 
+def test_on_cuda_too_one_switch_is_all_that_the_arms_differ_by() -> None:
+    zero, one = launch.plan(0, 3, device="cuda"), launch.plan(1, 3, device="cuda")
+    assert zero.config_text == one.config_text and zero.model == one.model
+    assert set(zero.environment.items()) ^ set(one.environment.items()) == {(arms.SWITCH, "0"), (arms.SWITCH, "1")}
+    assert zero.environment["VERL_ENGINE_VENDOR"] == "aligned" and arms.runner(zero.environment) == "v2"
+    rollout = zero.config["actor_rollout_ref"]["rollout"]
+    assert zero.config["trainer"]["device"] == "cuda" and rollout["free_cache_engine"] and rollout["enable_sleep_mode"]
+
+
+def test_cuda_sees_the_devices_and_the_runner_that_the_user_named() -> None:
+    found = arms.environment(1, {"CUDA_VISIBLE_DEVICES": "3", arms.RUNNER_SWITCH: "0"}, "cuda")
+    assert found["CUDA_VISIBLE_DEVICES"] == "3" and arms.runner(found) == "v1"
+
+
+@pytest.mark.parametrize(("device", "platform"), [("cpu", "nvidia"), ("cuda", "cpu")])
+def test_mixed_device_families_are_refused(device: str, platform: str) -> None:
+    with pytest.raises(
+        SamebitsError, match=rf"VERL_PLATFORM={platform} in the environment contradicts --device {device}"
+    ):
+        arms.environment(1, {"VERL_PLATFORM": platform}, device)
+
+
+def test_a_head_that_has_no_rows_on_cuda_is_refused_when_it_is_planned() -> None:
+    with pytest.raises(SamebitsError, match=r"heads of 64: the contract has rows for heads of 128.*head=128"):
+        launch.plan(1, 3, None, WarmStart(), "cuda")
+    assert launch.plan(1, 3, device="cuda").model.head == 128
+
+
 def test_all_that_is_set_and_can_change_the_arithmetic_is_recorded() -> None:
     harmless = {
         "HF_HUB_OFFLINE",
@@ -178,7 +206,7 @@ def test_the_warm_starts_key_follows_each_of_its_inputs(
         keys.append(WarmStart().key(wheels, ENVIRONMENT))
     with monkeypatch.context() as patch:
         (tmp_path / "cpu.txt").write_text("torch==0")
-        patch.setattr(warm_start, "LOCK", tmp_path / "cpu.txt")
+        patch.setitem(warm_start.LOCKS, "cpu", tmp_path / "cpu.txt")
         keys.append(WarmStart().key(wheels, ENVIRONMENT))
     assert len(set(keys)) == 8 and WarmStart().key(wheels, ENVIRONMENT) == first
 
@@ -194,15 +222,27 @@ def test_the_arm_that_is_fast_here_teaches_and_the_key_names_it(
     monkeypatch.setattr(provenance, "instruction_set", lambda: instructions)
     assert warm_start.teacher() == arm
     taught = SMALL.key({}, ENVIRONMENT)
-    monkeypatch.setattr(warm_start, "teacher", lambda: 1 - arm)
+    monkeypatch.setattr(warm_start, "teacher", lambda device: 1 - arm)
     assert SMALL.key({}, ENVIRONMENT) != taught
 
 
 def test_a_warm_start_is_named_by_its_size_its_seed_and_its_lessons() -> None:
     assert WarmStart(seed=3).name == "qwen3-2x1024-seed3-sft80"
+    assert WarmStart(head=128, ffn=512).name == "qwen3-2x1024-head128-ffn512-seed0-sft80"
 
 
-@pytest.mark.parametrize("settings", [{"depth": "2"}, {"steps": "many"}, {"steps": "0"}, {"hidden": "100"}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"depth": "2"},
+        {"steps": "many"},
+        {"steps": "0"},
+        {"hidden": "100"},
+        {"head": "96"},
+        {"vocabulary": "100"},
+        {"vocabulary": "0"},
+    ],
+)
 def test_a_warm_start_that_cannot_be_is_refused(settings: dict[str, str]) -> None:
     with pytest.raises(SamebitsError, match=r"--warm-start.*: give"):
         WarmStart.described(settings)
@@ -280,7 +320,27 @@ def test_the_recorded_command_gives_the_same_run_again() -> None:
     assert planned.config_sha256 != launch.plan(0, 3).config_sha256
 
 
-@pytest.mark.parametrize("key", ["recipe.out", "+recipe.x", "hydra.run.dir", "hydra/launcher"])
+def test_the_recorded_command_of_a_run_on_cuda_gives_it_again() -> None:
+    planned = launch.plan(1, 2, {"data.train_batch_size": 8}, warm_start.MODELS["qwen3-1.7b"], "cuda")
+    words = planned.command[1:]
+    assert words[words.index("--device") + 1] == "cuda" and "layers=28" in words and "vocabulary=151936" in words
+    done = CliRunner().invoke(cli.app, [*words, "--dry-run"])
+    assert done.exit_code == 0 and f"configuration: sha256 {planned.config_sha256}" in done.output
+    named = ["run", "rl", "--arm", "1", "--steps", "2", "--out", "x", "--dry-run", "--device", "cuda"]
+    named += ["--model", "qwen3-1.7b", "--set", "data.train_batch_size=8"]
+    assert f"configuration: sha256 {planned.config_sha256}" in CliRunner().invoke(cli.app, named).output
+
+
+def test_a_real_models_geometry_is_that_models() -> None:
+    settings = warm_start.MODELS["qwen3-1.7b"].settings()
+    assert (settings.num_hidden_layers, settings.hidden_size, settings.intermediate_size) == (28, 2048, 6144)
+    assert (settings.num_attention_heads, settings.num_key_value_heads, settings.head_dim) == (16, 8, 128)
+    assert len(model.tokenizer(1024)) == 1024
+    done = CliRunner().invoke(cli.app, ["run", "rl", "--arm", "1", "--out", "x", "--dry-run", "--model", "another"])
+    assert done.exit_code == 2 and "qwen3-1.7b" in done.output
+
+
+@pytest.mark.parametrize("key", ["recipe.out", "+recipe.x", "hydra.run.dir", "hydra/launcher", "trainer.device"])
 def test_what_the_recipe_fills_in_is_not_overridden(key: str) -> None:
     with pytest.raises(launch.OverrideError, match=r"--set .*use them, or set another key"):
         launch.plan(0, 3, {key: "x"})
@@ -392,7 +452,7 @@ def test_the_loop_runs_both_arms_and_draws_both_whatever_the_verdicts(
         return {"arm": planned.arm, "verdict": verdicts[planned.arm], "claim": "x", "compares": [], "reasons": []}
 
     monkeypatch.setattr(launch, "_run", run)
-    monkeypatch.setattr(arms, "contract", lambda arm: None)
+    monkeypatch.setattr(arms, "contract", lambda arm, device: None)
     monkeypatch.setattr(launch, "render", lambda runs, page: page.write_text(json.dumps([run.name for run in runs])))
     done = CliRunner().invoke(cli.app, ["run", "loop", "--out", str(tmp_path)])
     assert done.exit_code == code and ran == [0, 1]

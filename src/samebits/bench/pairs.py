@@ -23,7 +23,7 @@ from samebits.evidence.measurement import BENCH
 from samebits.judge.speed import MUST, kept, ratios
 from samebits.recipe import arms, model
 from samebits.recipe.launch import WHEELS, kernels
-from samebits.recipe.warm_start import LOCK
+from samebits.recipe.warm_start import LOCKS
 from samebits.sources.pins import ROOT
 
 from . import trainer
@@ -73,14 +73,14 @@ def measure(layers: int, hidden: int, rounds: int, compiled: bool, say: Say, log
     logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         weights = pathlib.Path(folder) / "model"
-        model.write_model(weights, SEED, layers, hidden)
+        model.write_model(weights, SEED, model.config(layers, hidden))
         arguments = engine_arguments(weights, compiled)
         command = _command(layers, hidden, rounds, compiled)
         executions = {
             str(arm): provenance.collect(
                 root=ROOT,
-                lock=LOCK,
-                requirements=WHEELS,
+                lock=LOCKS["cpu"],
+                requirements=WHEELS["cpu"],
                 arm=arm,
                 runner=arms.runner(environment),
                 config_sha256=hashlib.sha256(

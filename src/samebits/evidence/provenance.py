@@ -71,6 +71,8 @@ SWITCHES = [
     "CUDA_DEVICE_MAX_CONNECTIONS",
     "CUDA_VISIBLE_DEVICES",
     "VERL_PLATFORM",
+    "VERL_ENGINE_VENDOR",
+    "VLLM_USE_FLASHINFER_SAMPLER",
     "VERL_WEIGHT_SYNC_TIMEOUT_S",
 ]
 
@@ -157,7 +159,7 @@ def collect(
         image = {"digest": environment.get("SAMEBITS_IMAGE"), "inventory": _sha256(inventory, "use another image")}
     elif tree is not None:
         noted = wheel_of_tree(tree)
-        wheels = {noted["wheel"]: noted["sha256"]}
+        wheels = wheels_of_tree(tree)
         if commit is None:
             commit, _, suffix = noted["git_commit"].partition("-")
             dirty = bool(suffix)
@@ -267,6 +269,13 @@ def wheel_of_tree(note: Path) -> dict[str, str]:
         if _sha256(note.parent / name, "unpack the tree again") != digest:
             raise ProvenanceError(f"{name} beside {note.name} is not that of {known['wheel']}; unpack the tree again")
     return {key: known[key] for key in ("wheel", "sha256", "git_commit")}
+
+
+def wheels_of_tree(note: Path) -> dict[str, str]:
+    """Every wheel that a tree is part of, file name -> sha256. ProvenanceError as `wheel_of_tree`."""
+    noted = wheel_of_tree(note)
+    others = strictjson.loads(note.read_bytes()).get("wheels", {})
+    return dict(sorted({noted["wheel"]: noted["sha256"], **others}.items()))
 
 
 def instruction_set(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:

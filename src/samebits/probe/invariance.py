@@ -7,7 +7,6 @@ are asked the same. What was said lies in OUT/recordings/armN-DTYPE/ENGINE.said.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import itertools
 import json
 import pathlib
@@ -24,7 +23,7 @@ from samebits.evidence.invariance import KIND
 from samebits.judge import judge_recordings, matrix
 from samebits.recipe import arms, launch, process
 from samebits.sources.pins import ROOT
-from samebits.sources.tree import NOTE
+from samebits.sources.tree import installed_note
 
 from .device import DTYPES, Device, device
 from .engine import SUFFIX
@@ -246,7 +245,7 @@ def identify(
         arm=arm,
         runner=arms.runner({arms.RUNNER_SWITCH: "0", **on.environment}),
         config_sha256=config_sha256,
-        tree=_tree(),
+        tree=installed_note(),
         model=_model(layers, hidden),
         command=command,
         device=on.name,
@@ -256,13 +255,6 @@ def identify(
         kernels=launch.kernels(),
         environment=on.environment,
     )
-
-
-def _tree() -> pathlib.Path | None:
-    """The note beside the vllm package of this process, if a tree of ours was laid over a release."""
-    found = importlib.util.find_spec("vllm")
-    folders = (found and found.submodule_search_locations) or []
-    return next((note for folder in folders if (note := pathlib.Path(folder).parent / NOTE).is_file()), None)
 
 
 def _plan_sha256(made: list[Engine]) -> str:

@@ -35,6 +35,23 @@ CPU_DEFAULTS = {
     "PYTHONUNBUFFERED": "1",
 }
 
+# What a card needs, in either arm. Values that a user has set already stay.
+CUDA_DEFAULTS = {
+    # One engine serves both arms: verl's own would need a bridge, and another one would be another recipe.
+    "VERL_ENGINE_VENDOR": "aligned",
+    "OMP_NUM_THREADS": "8",
+    "HF_HUB_OFFLINE": "1",
+    "VERL_WEIGHT_SYNC_TIMEOUT_S": "120",
+    # It is compiled at each start.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "NO_VCS_VERSION": "1",
+    "RAY_raylet_start_wait_time_s": "180",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "PYTHONUNBUFFERED": "1",
+}
+
 # What the CPU is, whatever a user has set. The lock's torch is a CUDA build, and Megatron asks it for a device. The
 # list is not empty because Ray refuses a logical GPU under an empty one; no device has the number -1.
 CPU_FIXED = {"CUDA_VISIBLE_DEVICES": "-1"}
@@ -43,8 +60,13 @@ CPU_FIXED = {"CUDA_VISIBLE_DEVICES": "-1"}
 RUNNER_SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
 
 
+# Which runner a device has where nobody says another.
+RUNNERS = {"cpu": "0", "cuda": "1"}
+
+
 # What arm 1 runs on, by the package that brings it. Both packages are too large to import for a question.
 OPERATORS = ("vllm", "batch_invariant_cpu.so")
+CUDA_OPERATORS = ("vllm", "batch_invariant_rows.so")
 ALIGNED_SPEC = ("megatron.core", "models/gpt/gpt_aligned_layer_specs.py")
 
 
@@ -52,18 +74,26 @@ class ArmError(SamebitsError):
     """An arm that cannot run here, or an environment that says something else."""
 
 
-def environment(arm: int, base: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a run of ``arm`` on the CPU, from the caller's.
+def environment(arm: int, base: Mapping[str, str], device: str = "cpu") -> dict[str, str]:
+    """The environment of a run of ``arm`` on ``device``, cpu or cuda, from the caller's.
 
     Raises:
-        ArmError: a `VLLM_BATCH_INVARIANT` that contradicts the arm, or vLLM's model runner V2, which does not run on
-            the CPU.
+        ArmError: a `VLLM_BATCH_INVARIANT` that contradicts the arm; vLLM's model runner V2 on the CPU, where it does
+            not run; a `VERL_PLATFORM` of another device family.
     """
     if arm not in CLAIM:
         raise ArmError(f"--arm {arm}: there are two arms, 0 (vLLM and Megatron as they are) and 1 (batch invariant)")
     said = base.get(SWITCH, str(arm))
     if said != str(arm):
         raise ArmError(f"{SWITCH}={said} in the environment contradicts --arm {arm}: unset it, the arm sets it")
+    family = "cpu" if device == "cpu" else "nvidia"
+    if base.get("VERL_PLATFORM", family) != family:
+        raise ArmError(
+            f"VERL_PLATFORM={base['VERL_PLATFORM']} in the environment contradicts --device {device}: bits are those "
+            "of a device family, so trainer and rollout are of one; unset it"
+        )
+    if device == "cuda":
+        return {RUNNER_SWITCH: RUNNERS[device], **CUDA_DEFAULTS, **base, SWITCH: str(arm)}
     if base.get(RUNNER_SWITCH, "0") != "0":
         raise ArmError(
             f"{RUNNER_SWITCH}={base[RUNNER_SWITCH]} in the environment: vLLM's model runner V2 needs Triton, which has "
@@ -77,7 +107,7 @@ def runner(environment: Mapping[str, str]) -> str:
     return "v2" if int(environment[RUNNER_SWITCH]) else "v1"
 
 
-def contract(arm: int) -> str | None:
+def contract(arm: int, device: str = "cpu") -> str | None:
     """The name of the numerical contract that both sides of an arm compute by; None at arm 0, which has none.
 
     Raises:
@@ -87,7 +117,7 @@ def contract(arm: int) -> str | None:
         return None
     import torch
 
-    library = _installed(*OPERATORS)
+    library = _installed(*(CUDA_OPERATORS if device == "cuda" else OPERATORS))
     _installed(*ALIGNED_SPEC)
     if not hasattr(torch.ops.batch_invariant, "contract"):
         torch.ops.load_library(str(library))

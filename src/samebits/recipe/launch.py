@@ -11,6 +11,7 @@ import os
 import pathlib
 import re
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,15 +23,36 @@ from samebits.errors import SamebitsError
 from samebits.evidence import eventlog, provenance, receipt
 from samebits.judge import verdict
 from samebits.recipe import arms, inputs, process, warm_start
+from samebits.recipe.arms import ArmError
 from samebits.report import render
+from samebits.sources import tree
 from samebits.sources.pins import ROOT
 
 CONFIG = pathlib.Path(__file__).resolve().parent / "config"
 BOUNDS = ROOT / "manifests" / "evidence" / "bounds.json"
-WHEELS = ROOT / "build" / "wheels" / "cpu" / "requirements.txt"
+WHEELS = {
+    device: ROOT / "build" / "wheels" / profile / "requirements.txt"
+    for device, profile in (("cpu", "cpu"), ("cuda", "gpu"))
+}
 CACHE = pathlib.Path(os.environ.get("SAMEBITS_BUILD") or ROOT / "build") / "cache"
-# What --out and --steps decide, and the trainer mode that records.
-_OURS = ("trainer.record", "trainer.total_training_steps", "trainer.v1.trainer_mode")
+# What --out, --steps and --device decide, and the trainer mode that records.
+_OURS = ("trainer.record", "trainer.total_training_steps", "trainer.v1.trainer_mode", "trainer.device")
+# What a device needs in the configuration of either arm. Trainer and rollout share a card: the rollout sleeps while the
+# trainer works, and its keys and values of old weights go.
+DEVICE_OVERRIDES: dict[str, dict[str, object]] = {
+    "cpu": {},
+    "cuda": {
+        "trainer.device": "cuda",
+        "actor_rollout_ref.rollout.free_cache_engine": True,
+        "actor_rollout_ref.rollout.enable_sleep_mode": True,
+        # More than 20,000 tokens a step, in two sizes of micro-batch.
+        "data.train_batch_size": 168,
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 84,
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 48,
+        "actor_rollout_ref.rollout.max_num_seqs": 256,
+        "actor_rollout_ref.rollout.max_num_batched_tokens": 4096,
+    },
+}
 Say = Callable[[str], None]
 
 
@@ -53,6 +75,7 @@ class Plan:
 
     arm: int
     steps: int
+    device: str
     overrides: dict[str, object]
     model: warm_start.WarmStart
     environment: dict[str, str]
@@ -73,26 +96,37 @@ def plan(
     steps: int,
     overrides: Mapping[str, object] | None = None,
     model: warm_start.WarmStart | None = None,
+    device: str = "cpu",
 ) -> Plan:
     """Resolves what `run_rl` would run with the same arguments; starts and writes nothing.
 
     Raises:
         SamebitsError: an arm that cannot run here, or an override that the recipe cannot take.
     """
-    environment = arms.environment(arm, os.environ)
-    changes, what = dict(overrides or {}), model or warm_start.WarmStart()
+    environment = arms.environment(arm, os.environ, device)
+    changes, standard = dict(overrides or {}), warm_start.STANDARD[device]
+    what = model or standard
+    if device == "cuda" and what.head != 128:
+        raise ArmError(
+            f"--device cuda with heads of {what.head}: the contract has rows for heads of 128 there; "
+            "give --warm-start head=128"
+        )
     command = ["samebits", "run", "rl", "--arm", str(arm), "--steps", str(steps), "--out", "OUT"]
+    if device != "cpu":
+        command += ["--device", device]
     for key, value in changes.items():
         bare = key.lstrip("+~")
         if re.split(r"[.@/]", bare)[0] in ("recipe", "hydra") or bare.startswith(_OURS):
-            raise OverrideError(f"--set {key}: --steps, --out and --warm-start set it; use them, or set another key")
+            raise OverrideError(
+                f"--set {key}: --steps, --out, --device and --warm-start set it; use them, or set another key"
+            )
         command += ["--set", f"{key}={value}"]
-    standard = asdict(warm_start.WarmStart())
     for name, value in asdict(what).items():
-        if value != standard[name]:
+        if value != asdict(standard)[name]:
             command += ["--warm-start", f"{name}={value}"]
+    changes = DEVICE_OVERRIDES[device] | changes
     config = resolved_config({"recipe.steps": steps, **changes})
-    return Plan(arm, steps, changes, what, environment, config, command)
+    return Plan(arm, steps, device, changes, what, environment, config, command)
 
 
 def resolved_config(overrides: Mapping[str, object]) -> dict[str, Any]:
@@ -176,6 +210,7 @@ def run_rl(
     say: Say = print,
     replace: bool = False,
     page: pathlib.Path | None = None,
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """Runs the recipe and returns the receipt, which is also ``out/receipt.json``.
 
@@ -188,12 +223,13 @@ def run_rl(
         say: told each phase as it is reached.
         replace: remove a run that is over from ``out``.
         page: where to draw the report, whatever the verdict; by default none is drawn.
+        device: cpu or cuda.
 
     Raises:
         SamebitsError: an arm that cannot run, a folder in use, or a child that failed, with its first error.
     """
-    planned = plan(arm, steps, overrides, model)
-    contract = arms.contract(arm)
+    planned = plan(arm, steps, overrides, model, device)
+    contract = arms.contract(arm, device)
     out = out.resolve()
     with _claimed(out, replace):
         if page:
@@ -219,6 +255,7 @@ def run_loop(
     model: warm_start.WarmStart | None = None,
     say: Say = print,
     replace: bool = False,
+    device: str = "cpu",
 ) -> list[dict[str, Any]]:
     """Runs the recipe as arm 0 and then as arm 1, and draws ``out/report.html`` of both.
 
@@ -231,57 +268,35 @@ def run_loop(
     Raises:
         SamebitsError: as `run_rl`; an arm 1 that cannot run here is refused before arm 0 begins.
     """
-    arms.contract(1)
+    arms.contract(1, device)
     page = out / "report.html"
     page.unlink(missing_ok=True)
     found = {}
     for arm in arms.CLAIM:
         folder = out / f"bi{arm}"
         say(f"arm {arm}: {folder}")
-        found[folder] = run_rl(arm, steps, folder, overrides, model, say, replace)
+        found[folder] = run_rl(arm, steps, folder, overrides, model, say, replace, device=device)
     render(list(found), page)
     return list(found.values())
 
 
 def _run(planned: Plan, contract: str | None, out: pathlib.Path, say: Say) -> dict[str, Any]:
     log = out / "events.jsonl"
-    what, environment, steps = planned.model, planned.environment, planned.steps
+    environment = {**planned.environment, "VERL_FILE_LOGGER_PATH": str(out / "metrics.jsonl")}
+    steps = planned.steps
     started = time.monotonic()
-    eventlog.append(log, "warm start", **asdict(what))
-    wheels = provenance.wheels_here(ROOT, WHEELS)
-    say("warm start: a seeded Qwen3, taught the task (kept for the next run)")
-    weights = warm_start.obtain(what, wheels, CACHE, environment, say)
+    eventlog.append(log, "warm start", **asdict(planned.model))
+    weights = taught(planned, say)
     eventlog.append(log, "warm start ready", seconds=_since(started), key=weights.name)
 
     (out / "config.json").write_text(planned.config_text)
     inputs.write_rl_data(out / "data", prompts=steps * planned.config["data"]["train_batch_size"])
-    identity = provenance.collect(
-        root=ROOT,
-        lock=warm_start.LOCK,
-        requirements=WHEELS,
-        arm=planned.arm,
-        runner=arms.runner(environment),
-        config_sha256=planned.config_sha256,
-        model=_model_identity(what, weights),
-        command=planned.command,
-        threads=int(environment["OMP_NUM_THREADS"]),
-        contract=contract,
-        kernels=kernels(),
-        environment=environment,
-    )
+    identity = identify(planned, weights, contract)
     provenance.write(out / "execution.json", identity)
 
-    folders = {
-        "recipe.model": weights,
-        "recipe.data": out / "data",
-        "recipe.out": out,
-        "recipe.reward": CONFIG.parent / "task.py",
-        "recipe.steps": steps,
-        "hydra.run.dir": out / "hydra",
-    }
     say(f"verl's trainer: Ray, vLLM and Megatron Core start ({out / 'trainer.log'})")
     began = time.monotonic()
-    command = process.python_module("verl.trainer.main_ppo", "rl", {**folders, **planned.overrides})
+    command = trainer_command(planned, weights, out)
     peak = process.run(command, environment, out / "trainer.log", _phases(out, steps, say), "verl's trainer")
     eventlog.append(log, "trained", seconds=_since(began), peak_memory_bytes=peak)
 
@@ -297,8 +312,67 @@ def _run(planned: Plan, contract: str | None, out: pathlib.Path, say: Say) -> di
     return document
 
 
+def taught(planned: Plan, say: Say) -> pathlib.Path:
+    """The folder of the model that a run starts from; taught first if no run before it left it."""
+    say("warm start: a seeded Qwen3, taught the task (kept for the next run)")
+    note = _note(planned)
+    wheels = provenance.wheels_of_tree(note) if note else provenance.wheels_here(ROOT, WHEELS[planned.device])
+    return warm_start.obtain(planned.model, wheels, CACHE, planned.environment, say, planned.device)
+
+
+def _note(planned: Plan) -> pathlib.Path | None:
+    return tree.installed_note() if planned.device == "cuda" else None
+
+
+def identify(planned: Plan, weights: pathlib.Path, contract: str | None) -> dict[str, Any]:
+    """The execution identity of a planned run. Raises ProvenanceError."""
+    return provenance.collect(
+        root=ROOT,
+        lock=warm_start.LOCKS[planned.device],
+        requirements=WHEELS[planned.device],
+        tree=_note(planned),
+        arm=planned.arm,
+        runner=arms.runner(planned.environment),
+        config_sha256=planned.config_sha256,
+        model=_model_identity(planned.model, weights, planned.device),
+        command=planned.command,
+        device=planned.device,
+        device_name=_card() if planned.device == "cuda" else None,
+        threads=int(planned.environment["OMP_NUM_THREADS"]),
+        contract=contract,
+        kernels=kernels(),
+        environment=planned.environment,
+    )
+
+
+def trainer_command(
+    planned: Plan, weights: pathlib.Path, out: pathlib.Path, more: Mapping[str, object] | None = None
+) -> list[str]:
+    """The command of verl's trainer.
+
+    Args:
+        out: where ``data`` is, and where what it leaves goes.
+        more: overrides besides the plan's.
+    """
+    folders = {
+        "recipe.model": weights,
+        "recipe.data": out / "data",
+        "recipe.out": out,
+        "recipe.reward": CONFIG.parent / "task.py",
+        "recipe.steps": planned.steps,
+        "hydra.run.dir": out / "hydra",
+    }
+    return process.python_module("verl.trainer.main_ppo", "rl", {**folders, **planned.overrides, **(more or {})})
+
+
 def _since(moment: float) -> float:
     return round(time.monotonic() - moment, 1)
+
+
+def _card() -> str:
+    """The name of the card. Asked of another process: this one must not hold a part of it while the trainer runs."""
+    ask = "import torch; print(torch.cuda.get_device_name())"
+    return subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout.strip()
 
 
 def kernels() -> dict[str, str]:
@@ -312,8 +386,10 @@ def kernels() -> dict[str, str]:
     }
 
 
-def _model_identity(what: warm_start.WarmStart, weights: pathlib.Path) -> dict[str, Any]:
+def _model_identity(what: warm_start.WarmStart, weights: pathlib.Path, device: str) -> dict[str, Any]:
     tokenizer = hashlib.sha256((weights / "tokenizer.json").read_bytes()).hexdigest()
     geometry = {"layers": what.layers, "hidden": what.hidden, "warm_start_steps": what.steps}
-    geometry["warm_start_arm"] = warm_start.teacher()
+    geometry["warm_start_arm"] = warm_start.teacher(device)
+    if device != "cpu":
+        geometry |= {name: value for name, value in asdict(what).items() if name in ("head", "ffn", "vocabulary")}
     return {"name": what.name, "seed": what.seed, "tokenizer_sha256": tokenizer, **geometry}

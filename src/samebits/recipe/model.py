@@ -25,9 +25,13 @@ _CHAT_TEMPLATE = (
 )
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    """One token a role name and one a character; every text over the vocabulary round-trips."""
-    core = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token="?"))
+def tokenizer(size: int = len(VOCABULARY)) -> PreTrainedTokenizerFast:
+    """One token a role name and one a character; every text over the vocabulary round-trips.
+
+    Tokens beyond those, up to ``size``, stand for no text: a vocabulary as wide as a real model's.
+    """
+    words = [*VOCABULARY, *(f"<|{i}|>" for i in range(len(VOCABULARY), size))]
+    core = Tokenizer(models.WordLevel({token: i for i, token in enumerate(words)}, unk_token="?"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex("|".join([*_ROLES, r"[\s\S]"])), behavior="isolated")
     core.decoder = decoders.Fuse()
     wrapped = PreTrainedTokenizerFast(
@@ -37,12 +41,15 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return wrapped
 
 
-def config(layers: int, hidden: int, head: int = 64) -> Qwen3Config:
-    """A Qwen3 with heads of `head` values, two query heads a key/value head, and an untied output."""
+def config(layers: int, hidden: int, head: int = 64, ffn: int = 0, vocabulary: int = len(VOCABULARY)) -> Qwen3Config:
+    """A Qwen3 with heads of `head` values, two query heads a key/value head, and an untied output.
+
+    ffn: the width of its MLP; 0 for twice the hidden size.
+    """
     return Qwen3Config(
-        vocab_size=len(VOCABULARY),
+        vocab_size=vocabulary,
         hidden_size=hidden,
-        intermediate_size=2 * hidden,
+        intermediate_size=ffn or 2 * hidden,
         num_hidden_layers=layers,
         num_attention_heads=hidden // head,
         num_key_value_heads=hidden // (2 * head),
@@ -58,10 +65,9 @@ def config(layers: int, hidden: int, head: int = 64) -> Qwen3Config:
     )
 
 
-def write_model(folder: pathlib.Path, seed: int, layers: int, hidden: int) -> None:
+def write_model(folder: pathlib.Path, seed: int, settings: Qwen3Config) -> None:
     """Writes config, tokenizer and bf16 weights drawn from ``seed`` as a Hugging Face checkpoint."""
     folder.mkdir(parents=True, exist_ok=True)
-    settings = config(layers, hidden)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(settings).to(torch.bfloat16)
@@ -69,6 +75,6 @@ def write_model(folder: pathlib.Path, seed: int, layers: int, hidden: int) -> No
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     settings.architectures = ["Qwen3ForCausalLM"]
     settings.save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
+    tokenizer(settings.vocab_size).save_pretrained(folder)
     generation = {"eos_token_id": settings.eos_token_id, "pad_token_id": settings.pad_token_id}
     (folder / "generation_config.json").write_text(json.dumps(generation) + "\n")

@@ -37,8 +37,8 @@ def _moved(now: list[torch.Tensor], before: list[torch.Tensor]) -> tuple[int, fl
     return count, square_sum
 
 
-class RecordingTrainingWorker(TrainingWorker):
-    """A `TrainingWorker` that remembers the logprobs of its update and what the optimizer step changed."""
+class ObservingTrainingWorker(TrainingWorker):
+    """A `TrainingWorker` that remembers the logprobs of its update."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -47,6 +47,10 @@ class RecordingTrainingWorker(TrainingWorker):
 
     def set_loss_fn(self, loss_fn) -> None:
         self.loss_fn = partial(_observed_loss, loss_fn=loss_fn, seen=self.log_probs_seen)
+
+
+class RecordingTrainingWorker(ObservingTrainingWorker):
+    """It also remembers what the optimizer step changed, for which it keeps all parameters twice during the step."""
 
     def _mains(self) -> list[torch.Tensor]:
         """The tensors that the optimizer steps: Megatron's FP32 mains."""
@@ -94,15 +98,10 @@ class _DescribedRollout:
         await self._rollout.update_weights(described(weights, self.exported), **kwargs)
 
 
-class RecordingActorRolloutRefWorker(ActorRolloutRefWorker):
-    """The hybrid worker of a recorded run."""
+class ObservingActorRolloutRefWorker(ActorRolloutRefWorker):
+    """The hybrid worker of a run that compares and keeps nothing."""
 
-    actor_worker_cls = RecordingTrainingWorker
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def init_model(self) -> None:
-        super().init_model()
-        self.rollout = _DescribedRollout(self.rollout)
+    actor_worker_cls = ObservingTrainingWorker
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_update_record(self) -> dict[str, Any]:
@@ -122,6 +121,17 @@ class RecordingActorRolloutRefWorker(ActorRolloutRefWorker):
         """Describes the cosines and sines of this rank's layers; None of an engine that has no such table."""
         table = getattr(self.actor.engine, "rope_table", lambda: None)()
         return None if table is None else describe(table)
+
+
+class RecordingActorRolloutRefWorker(ObservingActorRolloutRefWorker):
+    """The hybrid worker of a recorded run."""
+
+    actor_worker_cls = RecordingTrainingWorker
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        super().init_model()
+        self.rollout = _DescribedRollout(self.rollout)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_exported(self, weights_folder: Optional[str] = None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Hugging Face names for a dense decoder of Megatron Core's local layer spec, on one model-parallel rank.
+"""Hugging Face names for a dense decoder of Megatron Core, on one model-parallel rank.
 
 Megatron keeps q, k and v of a query group side by side in one weight, and gate above up in another; Hugging
 Face keeps five weights. The rows are the same numbers in another order, so both directions are exact.
@@ -6,6 +6,7 @@ Face keeps five weights. The rows are the same numbers in another order, so both
 
 import json
 import pathlib
+import re
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -22,6 +23,9 @@ _PER_LAYER = {
     "self_attention.q_layernorm": "self_attn.q_norm",
     "self_attention.k_layernorm": "self_attn.k_norm",
     "mlp.linear_fc2": "mlp.down_proj",
+    # Transformer Engine keeps the gain of a norm with the linear layer behind it.
+    "self_attention.linear_qkv.layer_norm": "input_layernorm",
+    "mlp.linear_fc1.layer_norm": "post_attention_layernorm",
 }
 
 
@@ -58,7 +62,7 @@ class DenseDecoderNames:
         if name in top:
             return [top[name]]
         prefix, _, rest = name.removeprefix("decoder.layers.").partition(".")
-        layer, module = f"model.layers.{prefix}.", rest.removesuffix(".weight")
+        layer, module = f"model.layers.{prefix}.", re.sub(r"[._]weight$", "", rest)
         if module == "self_attention.linear_qkv":
             return [f"{layer}self_attn.{x}_proj.weight" for x in "qkv"]
         if module == "mlp.linear_fc1":

@@ -1,8 +1,10 @@
-"""The Megatron engine for a device without Transformer Engine: Megatron Core's local layer spec, DDP and optimizer.
+"""The Megatron engine without a bridge: the model is built here from one of Megatron Core's layer specs.
 
-Registered for ``device="cpu"``. It differs from the CUDA engine in what builds the model and in who knows the
+Registered for ``device="cpu"``, and for ``device="cuda"`` under a name of its own: ``VERL_ENGINE_VENDOR=aligned`` asks for
+it, otherwise CUDA keeps the engine with a bridge. It differs from that one in what builds the model and in who knows the
 Hugging Face names; forward, loss, schedule, optimizer and checkpoints are inherited. With ``VLLM_BATCH_INVARIANT=1``,
-the switch of the rollout's operators, layers and logprobs are computed by those operators: the aligned layer spec.
+the switch of the rollout's operators, layers and logprobs are computed by those operators: the aligned layer spec. With 0
+the layers are the local spec's on a CPU and Transformer Engine's on CUDA.
 """
 
 import os
@@ -12,9 +14,13 @@ from typing import Any
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.transformer import TransformerConfig
 
+from verl.utils.device import get_device_name
 from verl.utils.megatron_utils import unwrap_model
 from verl.utils.torch_dtypes import PrecisionType
 
@@ -55,6 +61,7 @@ class RightPaddedGPTModel(GPTModel):
         return super().forward(input_ids=input_ids, position_ids=position_ids, attention_mask=None, **kwargs)
 
 
+@EngineRegistry.register(model_type="language_model", backend="megatron", device="cuda", vendor="aligned")
 @EngineRegistry.register(model_type="language_model", backend="megatron", device="cpu")
 class MegatronLocalSpecEngine(MegatronEngineWithLMHead):
     """Dense decoders on one rank; see the module docstring.
@@ -79,13 +86,17 @@ class MegatronLocalSpecEngine(MegatronEngineWithLMHead):
                 f"for {', '.join(wrong)}: set sizes to 1 and switches to False, or use the engine with a bridge"
             )
         super()._init_device_mesh()
-        # The local attention forks Megatron's random-number tracker, also at dropout 0. The inherited seeding skips it
-        # on a platform that counts no device.
-        tensor_parallel.model_parallel_cuda_manual_seed(engine.seed)
+        if get_device_name() == "cpu":
+            # The local attention forks Megatron's random-number tracker, also at dropout 0. The inherited seeding skips
+            # it on a platform that counts no device.
+            tensor_parallel.model_parallel_cuda_manual_seed(engine.seed)
 
     def _build_tf_config(self) -> None:
         hf = self.model_config.hf_config
         self.is_aligned = _is_batch_invariant()
+        on_cpu = get_device_name() == "cpu"
+        # Kernels of CUDA or of a compiler. The aligned layers have none of these operators.
+        fused = not on_cpu and not self.is_aligned
         self.is_value_model = False
         self.share_embeddings_and_output_weights = hf.tie_word_embeddings
         self.param_dtype = self.dtype = PrecisionType.to_dtype(self.engine_config.dtype)
@@ -106,12 +117,13 @@ class MegatronLocalSpecEngine(MegatronEngineWithLMHead):
             attention_dropout=0.0,
             params_dtype=self.param_dtype,
             bf16=self.param_dtype == torch.bfloat16,
-            use_cpu_initialization=True,
-            # Every fusion below needs a CUDA kernel or a compiler run at the first step.
-            masked_softmax_fusion=False,
-            bias_activation_fusion=False,
-            bias_dropout_fusion=False,
-            apply_rope_fusion=False,
+            # The RoPE angles too are made where the parameters are: the rollout makes its own on its device.
+            use_cpu_initialization=on_cpu,
+            masked_softmax_fusion=fused,
+            bias_activation_fusion=fused,
+            bias_dropout_fusion=fused,
+            apply_rope_fusion=fused,
+            # The output layer would need apex for it.
             gradient_accumulation_fusion=False,
             persist_layer_norm=False,
         )
@@ -123,7 +135,9 @@ class MegatronLocalSpecEngine(MegatronEngineWithLMHead):
 
     def _layer_spec(self) -> Any:
         if not self.is_aligned:
-            return get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+            if get_device_name() == "cpu":
+                return get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+            return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=True)
         try:
             from megatron.core.models.gpt.gpt_aligned_layer_specs import get_gpt_aligned_block_spec
         except ImportError as error:
@@ -193,7 +207,10 @@ class MegatronLocalSpecEngine(MegatronEngineWithLMHead):
         if not distillation_only:
             # Where the temperature is 0 (greedy, or padding) the rollout does not divide.
             divisor = temperature.masked_fill(temperature <= 0, 1.0).unsqueeze(-1)
-            outputs["log_probs"] = selected_log_prob(logits.float() / divisor.float(), label)
+            scaled = logits.float()
+            if not bool((divisor == 1).all()):  # a quotient by 1 is what was divided
+                scaled = scaled / divisor.float()
+            outputs["log_probs"] = selected_log_prob(scaled, label)
         if any(wanted.values()):
             # The inherited method changes logits and temperature in place. Told that this is distillation alone, it
             # leaves the logprobs out.

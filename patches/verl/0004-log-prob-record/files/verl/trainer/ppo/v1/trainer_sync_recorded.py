@@ -6,7 +6,9 @@ what the engine holds, and with the engine's logprobs of fixed prompts. `trainer
 """
 
 import json
+import os
 import pathlib
+import tempfile
 from typing import Any
 
 import ray
@@ -18,9 +20,10 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils import tensordict_utils as tu
+from verl.utils.debug import marked_timer
 from verl.utils.log_prob_record import differing_bits, right_padded, write_capsule
 from verl.workers.engine_workers import ActorRolloutRefWorker
-from verl.workers.recording_workers import RecordingActorRolloutRefWorker
+from verl.workers.recording_workers import ObservingActorRolloutRefWorker, RecordingActorRolloutRefWorker
 
 
 @register_trainer("sync_recorded")
@@ -29,9 +32,10 @@ class PPOTrainerSyncRecorded(PPOTrainerSync):
     ``training/rollout_recompute_bits_differ``, ``training/rollout_actor_bits_differ`` and
     ``training/rollout_bits_compared``. A step without a comparison, or with a logprob that is no number, is an error.
     ``trainer.verify`` says what a difference is: ``observe``, a figure; ``strict``, the end of the run, whose capsule
-    is written and whose first differing token is named.
+    is written and whose first differing token is named. ``timing_s/verify`` and ``timing_s/record`` are what comparing
+    and keeping cost; ``update_actor`` holds both.
 
-    Config, under ``trainer.record``:
+    Config, under ``trainer.record``; without it a run compares and keeps nothing:
 
     dir: output folder; capsules go to ``dir/capsules``.
     execution: JSON file with the identity of the run, copied into every capsule.
@@ -63,12 +67,36 @@ class PPOTrainerSyncRecorded(PPOTrainerSync):
             )
         if config.actor_rollout_ref.model.get("lora_rank", 0) or config.actor_rollout_ref.model.get("lora_adapter_path"):
             raise ValueError("trainer_mode=sync_recorded describes whole weights, not adapters: set model.lora_rank=0")
-        record = config.trainer.record
-        self._capsules = pathlib.Path(record.dir) / "capsules"
-        self._execution = json.loads(pathlib.Path(record.execution).read_text())
-        self._probes: list[list[int]] = json.loads(pathlib.Path(record.probes).read_text())
-        self._record = record
+        self._refuse_other_distributions(config.actor_rollout_ref.rollout)
+        self._record = record = config.trainer.get("record")
+        if record:
+            self._capsules = pathlib.Path(record.dir) / "capsules"
+            self._execution = json.loads(pathlib.Path(record.execution).read_text())
+            self._probes: list[list[int]] = json.loads(pathlib.Path(record.probes).read_text())
         super().__init__(config)
+
+    @staticmethod
+    def _refuse_other_distributions(rollout: Any) -> None:
+        """The trainer takes the log-softmax of logits over the temperature, of the whole vocabulary. The rollout must too."""
+        if not rollout.calculate_log_probs:
+            raise ValueError("trainer_mode=sync_recorded compares the rollout's logprobs: set rollout.calculate_log_probs=True")
+        if rollout.top_p != 1.0 or rollout.top_k not in (-1, 0):
+            raise ValueError(
+                f"rollout.top_p={rollout.top_p}, top_k={rollout.top_k}: the rollout's logprobs would be of a part of the "
+                "vocabulary and the trainer's of all of it: set top_p=1 and top_k=-1"
+            )
+        if rollout.temperature != 1.0 and rollout.logprobs_mode != "processed_logprobs":
+            raise ValueError(
+                f"rollout.temperature={rollout.temperature} with logprobs_mode={rollout.logprobs_mode}: the rollout's logprobs "
+                "would be of logits that no temperature divides, the trainer's of divided ones: set "
+                "logprobs_mode=processed_logprobs, or temperature=1"
+            )
+        aligned, second = (os.environ.get(name) == "1" for name in ("VLLM_BATCH_INVARIANT", "VLLM_USE_V2_MODEL_RUNNER"))
+        if rollout.temperature != 1.0 and aligned and second:
+            raise ValueError(
+                f"rollout.temperature={rollout.temperature} with VLLM_USE_V2_MODEL_RUNNER=1: that runner divides by an "
+                "approximate quotient and the trainer by IEEE's: set temperature=1, or VLLM_USE_V2_MODEL_RUNNER=0"
+            )
 
     def _build_replay_buffer(self):
         # Sampling, refilling and checkpoints ask for the mode by name; this one is "sync" in all of them.
@@ -79,23 +107,36 @@ class PPOTrainerSyncRecorded(PPOTrainerSync):
         super()._init_resource_pool_mgr()
         for role, worker in self.role_worker_mapping.items():
             if worker.__ray_actor_class__ is ActorRolloutRefWorker:
-                self.role_worker_mapping[role] = ray.remote(RecordingActorRolloutRefWorker)
+                kind = RecordingActorRolloutRefWorker if self._record else ObservingActorRolloutRefWorker
+                self.role_worker_mapping[role] = ray.remote(kind)
 
     def on_init_end(self) -> None:
         super().on_init_end()
-        self._record_sync(self.global_steps)
+        if self._record:
+            self._record_sync(self.global_steps)
+        else:
+            with tempfile.TemporaryDirectory() as folder:
+                self._resident(pathlib.Path(folder) / "loaded.json", tensors=False)
 
     def on_step_end(self) -> None:
         super().on_step_end()
-        self._record_sync(self.global_steps)
+        if self._record:
+            with marked_timer("record", self.timing_raw):
+                self._record_sync(self.global_steps)
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         count = len(batch)
         index = tu.get_tensordict({"record_index": torch.arange(count)})
         batch = tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=index)
         batch = super()._update_actor(batch, metrics)
-        tensors = self._record_step(batch, self.actor_rollout_wg.take_update_record())
-        metrics.update(self._verify_step(tensors))
+        with marked_timer("verify", self.timing_raw):
+            ranks = self.actor_rollout_wg.take_update_record()
+            tensors = self._step_tensors(batch, ranks)
+        if self._record:
+            with marked_timer("record", self.timing_raw):
+                self._record_step(tensors, ranks)
+        with marked_timer("verify", self.timing_raw):
+            metrics.update(self._verify_step(tensors))
         return batch
 
     def _verify_step(self, tensors: dict[str, torch.Tensor]) -> dict[str, float]:
@@ -112,14 +153,16 @@ class PPOTrainerSyncRecorded(PPOTrainerSync):
                 row, column = differ[0].tolist()
                 token = int(tensors["responses"][row, column])
                 said = (float(tensors[name][row, column]).hex() for name in ("rollout", path))
+                kept = f"All of them are in {self._capsules.name}/step-{step:04d}; " if self._record else ""
                 raise RuntimeError(
                     f"step {step}: {len(differ)} of {int(valid.sum())} logprobs of rollout and {path} differ; the first is "
-                    f"of sample {row}, token {column} (id {token}): {' and '.join(said)}. All of them are in "
-                    f"{self._capsules.name}/step-{step:04d}; trainer.verify=observe goes on"
+                    f"of sample {row}, token {column} (id {token}): {' and '.join(said)}. {kept}"
+                    "trainer.verify=observe goes on"
                 )
         return figures
 
-    def _record_step(self, batch: KVBatchMeta, ranks: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    def _step_tensors(self, batch: KVBatchMeta, ranks: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        """What the three paths said of a step's tokens, a row a sample, and what else a step capsule holds."""
         fields = ["prompts", "responses", "response_mask", "rollout_log_probs", "old_log_probs", "advantages", "rm_scores"]
         data = tq.kv_batch_get(
             keys=batch.keys,
@@ -142,7 +185,7 @@ class PPOTrainerSyncRecorded(PPOTrainerSync):
         groups: dict[str, int] = {}
         uids, extras = list(data["uid"]), list(data["extra_fields"])
         lengths = [len(response) for response in rows["responses"]]
-        tensors = {
+        return {
             "prompts": right_padded(rows["prompts"], torch.int64),
             "prompt_length": torch.tensor([len(prompt) for prompt in rows["prompts"]]),
             "responses": right_padded(rows["responses"], torch.int64),
@@ -154,8 +197,10 @@ class PPOTrainerSyncRecorded(PPOTrainerSync):
             "advantages": right_padded(rows["advantages"], torch.float32),
             "reward": torch.stack([score.sum().float() for score in rows["rm_scores"]]),
             "group": torch.tensor([groups.setdefault(str(uids[row]), len(groups)) for row in kept]),
-            "seed": torch.tensor([extras[row]["sampling_seed"] for row in kept]),
+            "seed": torch.tensor([extras[row].get("sampling_seed", -1) for row in kept]),
         }
+
+    def _record_step(self, tensors: dict[str, torch.Tensor], ranks: list[dict[str, Any]]) -> None:
         update = dict(ranks[0]["updates"][0])
         # Every rank of a data-parallel group steps the same mains: rank 0 speaks for all on this engine.
         update["update_rms"] = (update.pop("update_square_sum") / update["parameters"]) ** 0.5
@@ -176,16 +221,40 @@ class PPOTrainerSyncRecorded(PPOTrainerSync):
             },
             tensors,
         )
-        return tensors
 
     def _record_sync(self, step: int) -> None:
         folder = self._capsules / f"sync-{step:04d}"
         self._capsules.mkdir(parents=True, exist_ok=True)
         weights = str(self._capsules.parent / "weights" / f"theta{step}") if self._record.save_weights else None
         exported = self.actor_rollout_wg.take_exported(weights)[0]
-        server = self.llm_server_manager.get_replicas()[0].servers[0]
-        table = self._capsules / f".loaded-{step:04d}.json"
-        ray.get(server.collective_rpc.remote("write_resident_weights", kwargs={"path": str(table)}))
+        resident, contracts, rope = self._resident(self._capsules / f".loaded-{step:04d}.json")
+        write_capsule(
+            folder,
+            {
+                "kind": "sync",
+                "sync": step,
+                "weights": f"theta{step}",
+                "execution": self._execution,
+                "contracts": contracts,
+                "rope": rope,
+                "exported": exported,
+                "loaded": resident["tensors"],
+            },
+            self._probe(self._server(), step),
+        )
+
+    def _server(self) -> Any:
+        return self.llm_server_manager.get_replicas()[0].servers[0]
+
+    def _resident(self, table: pathlib.Path, tensors: bool = True) -> tuple[dict, dict, dict]:
+        """What the engine holds, with the contracts and the RoPE tables of both sides, which must be one.
+
+        Args:
+            table: a file that the engine writes; it is removed again.
+            tensors: describe the weights too.
+        """
+        arguments = {"path": str(table), "tensors": tensors}
+        ray.get(self._server().collective_rpc.remote("write_resident_weights", kwargs=arguments))
         resident = json.loads(table.read_text())
         table.unlink()
         contracts = {"trainer": self.actor_rollout_wg.contract_name()[0], "rollout": resident["contract"]}
@@ -201,20 +270,7 @@ class PPOTrainerSyncRecorded(PPOTrainerSync):
                 f"the trainer rotates by the table {rope['trainer']} and its rollout by {rope['rollout']}: torch makes it "
                 "on both sides, so install one torch for both, and one config of the model"
             )
-        write_capsule(
-            folder,
-            {
-                "kind": "sync",
-                "sync": step,
-                "weights": f"theta{step}",
-                "execution": self._execution,
-                "contracts": contracts,
-                "rope": rope,
-                "exported": exported,
-                "loaded": resident["tensors"],
-            },
-            self._probe(server, step),
-        )
+        return resident, contracts, rope
 
     def _probe(self, server: Any, step: int) -> dict[str, torch.Tensor]:
         """Continues each probe greedily, one request at a time, so that no neighbour can touch its bits."""

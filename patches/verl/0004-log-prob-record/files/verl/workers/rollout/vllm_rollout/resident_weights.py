@@ -55,13 +55,13 @@ def rope_table(model: torch.nn.Module) -> dict | None:
     return describe(*tables.values()) if len(tables) == 1 else None
 
 
-def write_resident_weights(model: torch.nn.Module, path: str) -> None:
-    """Writes what an engine holds as JSON, whole or not at all.
+def write_resident_weights(model: torch.nn.Module, path: str, tensors: bool = True) -> None:
+    """Writes what an engine holds as JSON, whole or not at all; without ``tensors`` that table is empty.
 
     ``{"contract": name or null, "rope": {dtype, shape, sha256} or null, "tensors": {name: {dtype, shape, sha256}}}``
     """
     table: dict[str, dict] = {}
-    for _ in described(resident_weights(model), table):
+    for _ in described(resident_weights(model) if tensors else (), table):
         pass
     target = pathlib.Path(path)
     draft = target.with_name(f".{target.name}.{os.getpid()}")
