@@ -33,7 +33,9 @@ def extension_key(image: Image, pins: Pins, wheels: Sequence[Wheel], base: str) 
     """The hash of all that decides the extension's bytes. base: the key of the base layer."""
     said = image.extension
     made = dataclasses.replace(said, sha256="")
-    return key_of("extension", made, image.python, base, pins.by_file[said.artefact], tuple(headers_of(said, wheels)))
+    return key_of(
+        "extension", made, image.python, base, pins.by_file[said.artefact].sha256, tuple(headers_of(said, wheels))
+    )
 
 
 def headers_of(extension: Extension, wheels: Sequence[Wheel]) -> list[Wheel]:
