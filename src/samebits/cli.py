@@ -280,6 +280,20 @@ def deliver_sign(
     out.print(str(sign(layout, key)), markup=False)
 
 
+@deliver.command("record")
+def deliver_record(layout: Layout) -> None:
+    """Verify an image, then put its manifest below manifests/delivery, and what it says into DELIVERY.md: to commit.
+
+    Example: `samebits deliver record build/image/gpu`
+    """
+    from samebits.image.verify import record
+
+    with err.status("verifying"):
+        path = record(layout, ROOT)
+    out.print(str(path), markup=False)
+    deliver_render(ROOT / "DELIVERY.md")
+
+
 @deliver.command("render")
 def deliver_render(
     document: Annotated[Path, typer.Option("--into", help="the Markdown file with the markers")] = ROOT / "DELIVERY.md",

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import re
 import shutil
 import subprocess
 import tarfile
@@ -20,7 +21,7 @@ from samebits import cli
 from samebits.errors import SamebitsError
 from samebits.image import compose, delivery, rendering
 from samebits.image.delivery import IMAGE
-from samebits.image.verify import entries, verify
+from samebits.image.verify import entries, record, verify
 from samebits.report import block
 from samebits.sources.pins import ROOT
 
@@ -368,6 +369,41 @@ def test_a_person_confirms_in_a_file_and_only_the_two_points(toy: Toy) -> None:
 
 def test_delivery_md_says_what_the_newest_manifest_says() -> None:
     assert block("delivery", rendering.render(ROOT)) in (ROOT / "DELIVERY.md").read_text()
+
+
+def test_what_is_delivered_is_named_by_its_digest_and_lacks_nothing() -> None:
+    """A manifest stays: it is of its own commit, whatever was committed since."""
+    delivered = {path.stem: IMAGE.read(path) for path in (ROOT / "manifests" / "delivery").glob("*.json")}
+    for digest, document in delivered.items():
+        assert document["image"]["digest"] == f"sha256:{digest}"
+        assert (document["profile"], document["lacking"]) == ("gpu", "")
+        assert sum(layer["unpacked"] for layer in document["image"]["layers"]) <= 10e9
+    newest = rendering.newest(ROOT)
+    assert (newest["image"]["digest"].removeprefix("sha256:") in delivered) if newest else not delivered
+
+
+def test_a_delivery_is_recorded_when_it_was_verified_and_its_commit_is_in_the_history(toy: Toy) -> None:
+    with pytest.raises(SamebitsError, match="no delivery: it holds one person's build"):
+        record(toy.out, toy.root)
+    described = toy.root / "image" / "image.toml"
+    described.write_text(re.sub('(?m)^cpu = "it holds.*"$', 'cpu = ""', described.read_text()))
+    toy.commit()
+    digest = toy.compose()
+    (toy.root / "README.md").write_text("a later commit\n")
+    toy.commit()
+    path = record(toy.out, toy.root)
+    assert path.name == f"{digest.removeprefix('sha256:')}.json"
+    assert rendering.newest(toy.root) == IMAGE.read(toy.out / "image.json")
+    said = rendering.render(toy.root)
+    assert digest in said and f"of commit `{toy_image.git(toy.root, 'rev-parse', 'HEAD~1').strip()}`" in said
+    toy.commit()
+    toy_image.git(toy.root, "checkout", "--quiet", "HEAD~3")
+    with pytest.raises(SamebitsError, match="is not in the history here"):
+        record(toy.out, toy.root)
+    toy_image.git(toy.root, "checkout", "--quiet", "-")
+    layer_cut_short(toy)
+    with pytest.raises(SamebitsError, match="layer torch: "):
+        record(toy.out, toy.root)
 
 
 def test_a_summary_says_digest_layers_and_what_is_lacking(composed: Toy) -> None:

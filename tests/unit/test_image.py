@@ -1,5 +1,6 @@
 """Images: the same bytes anywhere, made of what is locked and committed alone, whole or not there at all."""
 
+import hashlib
 import io
 import json
 import os
@@ -17,11 +18,11 @@ import zstandard
 from toy_image import Toy
 
 from samebits.evidence import provenance
-from samebits.image import compose, locking
+from samebits.image import compose, extension, locking
 from samebits.image.layers import Layer, Writer, make
-from samebits.image.plan import ImageError, check, load_image, load_wheels
+from samebits.image.plan import Image, ImageError, Wheel, check, load_image, load_wheels
 from samebits.image.verify import verify
-from samebits.sources.pins import PROFILES, ROOT
+from samebits.sources.pins import PROFILES, ROOT, Artefact
 
 
 @pytest.fixture
@@ -265,6 +266,38 @@ def test_a_stray_file_of_a_wheel_is_left_out_and_not_recorded(toy: Toy) -> None:
     unpack(toy.out, 2, toy.root.parent / "unpacked")
     record = (toy.root.parent / "unpacked" / site / "intruder-1.0.dist-info" / "RECORD").read_text()
     assert "intruder-run" in record and "torch.py" not in record
+
+
+def test_a_compiled_extension_lies_beside_the_patched_wheels_and_in_the_manifest(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library, pin = b"as if compiled", toy_image.archive(toy.cache)
+    digest = hashlib.sha256(library).hexdigest()
+    blobs: list[Path] = []
+
+    def compile_extension(image: Image, artefact: Artefact, headers: list[Wheel], blob: Path, cache: Path) -> bytes:
+        blobs.append(blob)
+        return library
+
+    monkeypatch.setattr(extension, "compile_extension", compile_extension)
+    with (toy.root / "manifests" / "upstreams.toml").open("a") as file:
+        file.write(f'[[upstream.toy.artefact]]\nname = "{pin.name}"\nversion = "1.0"\nfile = "{pin.file}"\n')
+        file.write(f'sha256 = "{pin.sha256}"\nprofiles = []\nmetadata = {{ "Requires-Dist: onnx" = "" }}\n')
+    described = toy.root / "image" / "image.toml"
+    text, said = described.read_text(), load_image(toy.root).extension
+    for old, new in ((said.upstream, "toy"), (said.artefact, pin.file), (said.name, "toy/lib/toy_torch")):
+        text = text.replace(f'= "{old}"', f'= "{new}"')
+    text = re.sub('(?m)^sha256 = ".*"$', f'sha256 = "{digest}"', text)
+    described.write_text(re.sub(r"(?ms)^wheels = \[.*?\]", 'wheels = ["torch"]', text))
+    toy.commit()
+    toy.compose()
+    name = "toy/lib/toy_torch.cpython-313-x86_64-linux-gnu.so"
+    assert f"{load_image(toy.root).site}/{name}" in tar_of(toy.out, 3)
+    document = verify(toy.out, toy.root)
+    assert document["toolchain"] | {name: digest, pin.file: pin.sha256} == document["toolchain"]
+    assert "toy_torch-1.0+samebits.3-cp313-cp313-linux_x86_64.whl" in document["image"]["layers"][3]["parts"]
+    assert toy.compose() == document["image"]["digest"]
+    assert [blob.is_file() for blob in blobs] == [True], "compiled once, when the base was there"
 
 
 def test_the_number_of_threads_is_not_in_a_layers_bytes() -> None:

@@ -5,9 +5,11 @@ the cache as the real one does.
 """
 
 import hashlib
+import io
 import json
 import shutil
 import subprocess
+import tarfile
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +26,7 @@ from samebits.image.store import fetch_all, place, verified
 from samebits.judge import judge_run
 from samebits.sources import records
 from samebits.sources.fetch import file_sha256
-from samebits.sources.pins import ROOT, load_pins
+from samebits.sources.pins import ROOT, Artefact, load_pins
 
 UPSTREAMS = """\
 [commit]
@@ -79,6 +81,23 @@ flags = []
 cuda_flags = []
 """
 DEB = b"a Debian package"
+EXTENSION = """\
+#include <Python.h>
+#include <stdexcept>
+
+int one();
+static PyObject* value(PyObject*, PyObject*) {
+    try {
+        throw std::runtime_error(__FILE__);
+    } catch (const std::exception& error) {
+        return Py_BuildValue("is", one(), error.what());
+    }
+}
+static PyMethodDef methods[] = {{"value", value, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
+static PyModuleDef module = {PyModuleDef_HEAD_INIT, "toy_torch", nullptr, 0, methods};
+PyMODINIT_FUNC PyInit_toy_torch() { return PyModule_Create(&module); }
+"""
+MORE = "int one() { return 1; }\n"
 
 
 @dataclass(frozen=True)
@@ -144,6 +163,22 @@ def wheel(cache: Path, name: str, module: str) -> Wheel:
     made = Wheel(name, "1.0", hashlib.sha256(data).hexdigest(), f"{name}-1.0-py3-none-any.whl")
     keep(cache, made, data)
     return made
+
+
+def archive(cache: Path) -> Artefact:
+    """The sources of an extension in the cache, and their pin."""
+    info = "Metadata-Version: 2.4\nName: toy_torch\nVersion: 1.0\nRequires-Dist: torch\nRequires-Dist: onnx\n"
+    files = {"PKG-INFO": info, "LICENSE": "a licence\n", "csrc/a.cpp": EXTENSION, "csrc/more/b.cpp": MORE}
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w:gz") as tar:
+        for name, text in files.items():
+            member = tarfile.TarInfo(f"toy_torch-1.0/{name}")
+            member.size = len(text)
+            tar.addfile(member, io.BytesIO(text.encode()))
+    name, digest = "toy_torch-1.0.tar.gz", hashlib.sha256(data.getvalue()).hexdigest()
+    (cache / digest).mkdir(parents=True)
+    (cache / digest / name).write_bytes(data.getvalue())
+    return Artefact("toy-torch", "1.0", name, digest, (), metadata={"Requires-Dist: onnx": ""})
 
 
 def make(folder: Path) -> Toy:

@@ -24,6 +24,7 @@ from typing import Any
 
 from samebits.image import delivery
 from samebits.image.debian import base_layer
+from samebits.image.extension import build_extension, extension_key
 from samebits.image.layers import MEDIA_TYPE, Layer, Made, Writer, key_of, make, write_wheel
 from samebits.image.plan import Image, ImageError, Wheel, check, load_debs, load_image, load_wheels
 from samebits.image.store import fetch_all, verified
@@ -84,9 +85,7 @@ def compose(root: Path, profile: str, out: Path, cache: Path, say: Say = print) 
     check(root, profile, source.image, wheels)
     refuse_other(out)
     with locked(cache):
-        first = first_layers(source, profile, wheels, cache)
-        with ThreadPoolExecutor(2) as pool:  # inflating, hashing and compressing leave the interpreter's lock alone
-            made = list(pool.map(lambda layer: obtain(layer, source.image.epoch, cache, say), first))
+        made = first_layers(source, profile, wheels, cache, say)
         made.append(obtain(last_layer(source, profile, made, cache), source.image.epoch, cache, say))
         refuse_overlaps(made, cache)
         digest = write_layout(source, profile, made, out, cache)
@@ -94,15 +93,22 @@ def compose(root: Path, profile: str, out: Path, cache: Path, say: Say = print) 
     return digest
 
 
-def first_layers(source: Source, profile: str, wheels: Sequence[Wheel], cache: Path) -> list[Layer]:
+def first_layers(source: Source, profile: str, wheels: Sequence[Wheel], cache: Path, say: Say) -> list[Made]:
     """The layers below our own files, from slow to fast change."""
     image = source.image
     named = [(name, [w for w in wheels if image.layer_of(w.name) == name]) for name in ("torch", "dependencies")]
-    return [
-        base_layer(image, load_debs(source.root), cache),
-        *(wheel_layer(name, image, some, cache) for name, some in named),
-        patched_layer(source, profile, cache),
-    ]
+    base = base_layer(image, load_debs(source.root), cache)
+    with ThreadPoolExecutor(2) as pool:  # inflating, hashing and compressing leave the interpreter's lock alone
+        compiler = pool.submit(obtain, base, image.epoch, cache, say)
+
+        def base_blob() -> Path:
+            compiler.result()
+            return blob_path(cache, base.key)
+
+        others = [wheel_layer(name, image, some, cache) for name, some in named]
+        others.append(patched_layer(source, profile, wheels, base.key, base_blob, cache))
+        made = list(pool.map(lambda layer: obtain(layer, image.epoch, cache, say), others))
+        return [compiler.result(), *made]
 
 
 def wheel_layer(name: str, image: Image, wheels: Sequence[Wheel], cache: Path) -> Layer:
@@ -139,10 +145,16 @@ def _built(archive: Path, image: Image, folder: Path) -> Path:
     return made[0]
 
 
-def patched_layer(source: Source, profile: str, cache: Path) -> Layer:
-    """The layer of the patched upstream wheels, which are built when the layer is."""
+def patched_layer(
+    source: Source, profile: str, wheels: Sequence[Wheel], base: str, base_blob: Callable[[], Path], cache: Path
+) -> Layer:
+    """The layer of the patched upstream wheels, which are built when the layer is, and of the extension beside them.
+
+    base, base_blob: the key of the base layer, and what gives its blob: the extension's compiler.
+    """
     image, pins = source.image, source.pins
     pinned = artefacts_of(pins, profile, image.python_version)
+    is_extended = image.extension.upstream in {upstream.key for upstream, _ in pinned}
     tools = [Path(__file__).parents[1] / "sources" / f"{name}.py" for name in WHEEL_MAKERS]
     key = key_of(
         "patched",
@@ -151,12 +163,17 @@ def patched_layer(source: Source, profile: str, cache: Path) -> Layer:
         [(upstream.key, upstream.series, artefact) for upstream, artefact in pinned],
         [series_sha256(source.patches, upstream.key) for upstream, _ in pinned],
         [hashlib.sha256(path.read_bytes()).hexdigest() for path in (*tools, source.root / "manifests" / "native.toml")],
+        extension_key(image, pins, wheels, base) if is_extended else "",
     )
 
     def write(writer: Writer) -> dict[str, str]:
-        parts = {}
         with tempfile.TemporaryDirectory(dir=cache, prefix=".wheels-") as scratch:
-            for built in build_profile(pins, profile, image.python_version, source.patches, Path(scratch), cache):
+            folder, parts = Path(scratch), {}
+            for built in build_profile(pins, profile, image.python_version, source.patches, folder, cache):
+                write_wheel(writer, built.path, image.site)
+                parts[built.path.name] = built.sha256
+            if is_extended:
+                built = build_extension(image, pins, wheels, base, base_blob, folder, cache)
                 write_wheel(writer, built.path, image.site)
                 parts[built.path.name] = built.sha256
         return parts
@@ -215,6 +232,7 @@ def locked(cache: Path) -> Iterator[None]:
             *cache.glob(".fetch-*"),
             *cache.glob(".base-*"),
             *cache.glob(".wheels-*"),
+            *cache.glob(".extension-*"),
             *(cache / "image").glob(".*"),
         ):
             shutil.rmtree(left)

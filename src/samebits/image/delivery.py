@@ -69,6 +69,7 @@ def derive(root: Path, pins: Pins, image: Image, profile: str) -> dict[str, Any]
     ]
     compiler, libraries = load_native(root / "manifests" / "native.toml")
     locals_ = {(u.key, a.local) for u, a in artefacts_of(pins, profile, image.python_version)}
+    extension = image.extension if image.extension.upstream in shipped else None
     return {
         "lacking": image.lacking[profile],
         "upstreams": {
@@ -76,7 +77,9 @@ def derive(root: Path, pins: Pins, image: Image, profile: str) -> dict[str, Any]
         },
         "locks": {name: file_sha256(root / name) for name in sorted(locks)},
         "toolchain": {name: pins.by_file[name].sha256 for name in (compiler.artefact, compiler.cuda_artefact)}
-        | {library.file: library.sha256 for library in libraries if (library.upstream, library.local) in locals_},
+        | {library.file: library.sha256 for library in libraries if (library.upstream, library.local) in locals_}
+        | ({extension.artefact: pins.by_file[extension.artefact].sha256} if extension else {})
+        | ({extension.file(image.python): extension.sha256} if extension else {}),
     }
 
 

@@ -22,6 +22,28 @@ class ImageError(SamebitsError):
 
 
 @dataclass(frozen=True)
+class Extension:
+    """A C++ extension of an upstream that was released as sources alone (`artefact`), and how it is compiled.
+
+    name: its place in the wheel, up to the Python that it is for. sha256: of the result. wheels: the locked ones whose
+    headers it includes. include: their folders, and those of the sources. needs: the libraries that it names.
+    """
+
+    upstream: str
+    artefact: str
+    name: str
+    sha256: str
+    wheels: tuple[str, ...]
+    include: tuple[str, ...]
+    needs: tuple[str, ...]
+    flags: tuple[str, ...]
+
+    def file(self, python: str) -> str:
+        """The library's place in the wheel for a Python, e.g. "3.13"."""
+        return f"{self.name}.cpython-{python.replace('.', '')}-x86_64-linux-gnu.so"
+
+
+@dataclass(frozen=True)
 class Image:
     """image/image.toml. `lacking`: per profile what keeps it from being a delivery, "" if nothing does."""
 
@@ -36,6 +58,7 @@ class Image:
     files: tuple[str, ...]
     environment: tuple[str, ...]
     command: tuple[str, ...]
+    extension: Extension
     lacking: dict[str, str]
 
     @property
@@ -87,8 +110,14 @@ def load_image(root: Path) -> Image:
         raise ImageError(f"{path.name}: {', '.join(wrong)}: missing or unknown. Remedy: correct it.")
     if set(said["lacking"]) != set(PROFILES):
         raise ImageError(f"{path.name}: lacking has other profiles than {', '.join(PROFILES)}. Remedy: correct it.")
-    values: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in said.items()}
-    return Image(**values)
+    extension = said.pop("extension")
+    if wrong := sorted({field.name for field in fields(Extension)} ^ set(extension)):
+        raise ImageError(f"{path.name}: extension: {', '.join(wrong)}: missing or unknown. Remedy: correct it.")
+    return Image(extension=Extension(**_tuples(extension)), **_tuples(said))
+
+
+def _tuples(table: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
 
 
 def load_debs(root: Path) -> list[Deb]:

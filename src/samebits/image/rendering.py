@@ -28,6 +28,8 @@ def summary(document: dict[str, Any]) -> str:
     image, source = document["image"], document["source"]
     what = "a delivery" if not document["lacking"] else f"no delivery: {document['lacking']}"
     lines = [f"{image['digest']}  {document['profile']}, {what}", f"commit {source['git_commit']}, clean"]
+    sizes = [sum(layer[key] for layer in image["layers"]) / 1e9 for key in ("size", "unpacked")]
+    lines.append(f"{sizes[0]:.1f} GB, {sizes[1]:.1f} GB unpacked")
     for layer in image["layers"]:
         size = f"{layer['size'] / 1e6:7.0f} MB of {layer['unpacked'] / 1e6:7.0f}"
         lines.append(f"layer {layer['name']:13} {size}  {layer['digest'][:19]}  {len(layer['parts'])} files went in")
@@ -54,15 +56,25 @@ def render(root: Path) -> str:
     document, pins = newest(root), load_pins(root / "manifests" / "upstreams.toml")
     lines = ["## The image", ""]
     if document is None:
-        lines += [f"Nothing has been delivered yet: {load_image(root).lacking['gpu']}.", ""]
+        reason = (
+            load_image(root).lacking["gpu"] or "no image of a clean commit was recorded (`samebits deliver record`)"
+        )
+        lines += [f"Nothing has been delivered yet: {reason}.", ""]
     else:
         lines += ["```", summary(document), "```", ""]
+        lines += [
+            f"It is the image of commit `{document['source']['git_commit']}`, and of no later one: what was committed"
+        ]
+        lines += [
+            "after it is delivered when an image is built of it and recorded. A checkout of that commit builds this"
+        ]
+        lines += ["digest again, and is what `--checkout` below asks for (`git worktree add ../delivered COMMIT`).", ""]
     lines += [
         "Pull it by its digest, then verify what was pulled:",
         "",
         "```",
         "skopeo copy --preserve-digests docker://REGISTRY/samebits@sha256:... oci:LAYOUT",
-        "samebits deliver verify LAYOUT --signers allowed_signers --checkout .",
+        "samebits deliver verify LAYOUT --signers allowed_signers --checkout ../delivered",
         "```",
         "",
         "`image.json`, `image.json.sig`, `sbom.json` and `listings/` are copied into LAYOUT beside it.",

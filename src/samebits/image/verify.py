@@ -43,6 +43,31 @@ def verify(layout: Path, repository: Path | None = None) -> dict[str, Any]:
     return document
 
 
+def record(layout: Path, repository: Path) -> Path:
+    """Verify the layout, and put its manifest where deliveries are committed: manifests/delivery/DIGEST.json.
+
+    `newest` beside it names it from then on. Raises ImageError: for an image that lacks something, of a commit that is
+    not in the history of the checkout, or that is not what its manifest says.
+    """
+    document = IMAGE.read(layout / MANIFEST)
+    if document["lacking"]:
+        raise ImageError(
+            f"{layout}: it is no delivery: {document['lacking']}. Remedy: record an image that lacks nothing."
+        )
+    commit = document["source"]["git_commit"]
+    if commit not in git(repository, "rev-list", "HEAD").split():
+        raise ImageError(
+            f"{layout}: its commit {commit} is not in the history here. Remedy: build it of a commit that is."
+        )
+    verify(layout, repository)
+    digest = document["image"]["digest"].removeprefix("sha256:")
+    path = repository / "manifests" / "delivery" / f"{digest}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    IMAGE.write(path, document)
+    (path.parent / "newest").write_text(f"{digest}\n")
+    return path
+
+
 def compare(what: str, expected: object, found: object) -> None:
     """Raise ImageError with the innermost place in which two values differ."""
     if isinstance(expected, dict) and isinstance(found, dict):

@@ -73,8 +73,8 @@ def _target(artefact: Artefact) -> list[str]:
     """Options that let pip choose the pinned file on any machine, whatever its Python and platform."""
     from packaging.utils import parse_wheel_filename
 
-    if not artefact.file.endswith(".whl"):
-        raise FetchError(f"{artefact.file}: pip would build it to read it. Remedy: it is pinned for the lock only.")
+    if not artefact.file.endswith(".whl"):  # pip runs its setup to read its metadata, with what is installed here
+        return ["--no-binary", ":all:", "--no-build-isolation"]
     tags = sorted(parse_wheel_filename(artefact.file)[3], key=str)
     options = ["--only-binary", ":all:", "--implementation", "cp"]
     python = next((tag.interpreter[2:] for tag in tags if tag.abi == tag.interpreter), "312")

@@ -105,6 +105,40 @@ def build_wheel(
         return Built(path, distribution, version, hashlib.file_digest(file, "sha256").hexdigest(), changes)
 
 
+def pack_extension(
+    artefact: Artefact,
+    upstream: Upstream,
+    tags: str,
+    libraries: Mapping[str, bytes],
+    texts: Mapping[str, bytes],
+    out: Path,
+) -> Built:
+    """Write the wheel of a compiled extension into the folder `out`, atomically.
+
+    tags: of the wheel's file name. libraries: name in the wheel -> bytes. texts: PKG-INFO and LICENSE of its sources.
+    Raises WheelError.
+    """
+    stem, version = artefact.name.replace("-", "_"), local_version(artefact, upstream)
+    info = f"{stem}-{version}.dist-info"
+    wheel = f"Wheel-Version: 1.0\nGenerator: samebits\nRoot-Is-Purelib: false\nTag: {tags}\n"
+    files = {
+        **libraries,
+        f"{info}/METADATA": new_metadata(texts["PKG-INFO"], artefact.name, version, artefact),
+        f"{info}/WHEEL": wheel.encode(),
+        f"{info}/licenses/LICENSE": texts["LICENSE"],
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"{stem}-{version}-{tags}.whl"
+    partial = path.with_suffix(f".partial-{os.getpid()}")
+    members = sorted((name, name, EXECUTABLE if name in libraries else PLAIN) for name in files)
+    try:
+        _write(partial, members, files.__getitem__, f"{info}/RECORD")
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return Built(path, artefact.name, version, hashlib.sha256(path.read_bytes()).hexdigest(), ())
+
+
 def _write(path: Path, members: Sequence[tuple[str, str, int]], content: Callable[[str], bytes], record: str) -> None:
     """Write the archive: packages first, then the dist-info folder, whose RECORD comes last."""
     folder = record.partition("/")[0] + "/"
