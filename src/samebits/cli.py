@@ -924,7 +924,7 @@ def report_command(
 
     `--table` replaces what stands between the file's two markers, `<!-- mismatches -->` and `<!-- /mismatches -->`;
     with `--evidence` also between those of `measured` (FOLDER/cpu: invariance, planted and bench.json) and of `card`
-    (FOLDER/h200: operators.json and engines-*.json).
+    (FOLDER/h200: gemm, operators, invariance and engines-*.json).
 
     Examples: `samebits report build/loop/bi0 build/loop/bi1 --out build/loop/report.html`,
     `samebits report manifests/evidence/cpu/bi0 manifests/evidence/cpu/bi1 --svg docs/report.svg --table README.md`
