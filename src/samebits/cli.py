@@ -20,9 +20,12 @@ from samebits.errors import SamebitsError
 from samebits.sources.pins import ROOT
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.table import Table
 
     from samebits.recipe.warm_start import WarmStart
+    from samebits.report.tables import Figure
     from samebits.sources.patching import Patch, Read
     from samebits.sources.pins import Base, Pins, Upstream
 
@@ -829,11 +832,11 @@ def check_replay(
         raise typer.Exit(1)
 
 
-def _page(path: Path, title: str, tables: "list[Table]", notes: list[str]) -> None:
-    """Print tables and notes, and write them to a page."""
+def _page(path: Path, title: str, tables: "list[Table]", notes: list[str], figures: "Sequence[Figure]" = ()) -> None:
+    """Print tables and notes, and write them to a page, below its figures."""
     from samebits.report.tables import WIDTH, write_page
 
-    write_page(path, title, tables, notes)
+    write_page(path, title, tables, notes, figures)
     wide = Console(width=max(out.width, WIDTH))
     for table in tables:
         wide.print(table)
@@ -1063,6 +1066,8 @@ def bench_rl(
     """
     from samebits.bench import steps as runs
     from samebits.evidence.measurement import STEPS
+    from samebits.judge import steps as judged
+    from samebits.report.steps import figures
 
     if unknown := [name for name in which or () if name not in runs.COLUMNS]:
         raise typer.BadParameter(f"{unknown[0]}: give some of {', '.join(runs.COLUMNS)}", param_hint="--run")
@@ -1073,7 +1078,9 @@ def bench_rl(
     if document is None:
         return
     STEPS.write(folder / "steps.json", document)
-    _page(folder / "steps.html", "Training steps side by side", runs.tables(document), [])
+    notes = judged.missed_quality(document) if steps >= judged.LEAST_STEPS else judged.missed_speed(document)
+    notes = [f"missed: {text}" for text in notes]
+    _page(folder / "steps.html", "Training steps side by side", runs.tables(document), notes, figures(document))
 
 
 @bench.command("gemm")

@@ -3,6 +3,7 @@
 import json
 import pathlib
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
@@ -10,6 +11,9 @@ from rich.console import Console
 from samebits.bench import steps
 from samebits.errors import SamebitsError
 from samebits.evidence import schema
+from samebits.report import charts
+from samebits.report.steps import figures
+from samebits.report.tables import write_page
 
 
 def logged(**changes: Any) -> dict[str, Any]:
@@ -78,6 +82,30 @@ def test_the_table_has_the_ratio_of_each_phase_and_the_first_step_is_not_timed(t
     (generate,) = (line.split() for line in text.splitlines() if line.strip().startswith("generate"))
     (total,) = (line.split() for line in text.splitlines() if line.strip().startswith("total"))
     assert generate == ["generate", "2", "3", "1.500"] and total == ["total", "10", "11", "1.100"]
+
+
+def test_the_page_has_a_curve_of_each_run_and_needs_nothing_but_itself(tmp_path: pathlib.Path) -> None:
+    row = {"seconds": {"generate": 1.0}, **dict.fromkeys(steps.FIGURES, 1.0)}
+    runs = {name: [{"step": i + 1, **row, "reward": i / 4.0} for i in range(5)] for name in steps.COLUMNS}
+    document = {"steps": 5, "runs": runs}
+    drawn = figures(document)
+    for what, svg in drawn:
+        root = ElementTree.fromstring(str(svg))
+        assert root.get("aria-label") == what
+        assert [t.text for t in root.iter() if t.get("class") == "value"] == list(steps.COLUMNS)
+        lines = [path.get("d", "") for path in root.iter() if (path.get("class") or "").startswith("line-")]
+        assert [line.count("L") for line in lines[::2]] == [4, 4, 4], "a point a step, then the mark of the name"
+    (reward,) = (str(svg) for what, svg in drawn if what == "mean reward")
+    assert ">1</text>" in reward and ">0</text>" in reward
+    page = tmp_path / "steps.html"
+    write_page(page, "Runs", steps.tables(document), ["missed: nothing"], drawn)
+    text = page.read_text()
+    assert text.count("<figure>") == 4 and "missed: nothing" in text
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_a_run_of_one_step_has_a_curve_too() -> None:
+    assert "<svg" in charts.curves([("bi1", [0.0])], "k3")
 
 
 def test_a_document_of_steps_follows_its_schema() -> None:

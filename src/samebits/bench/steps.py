@@ -20,6 +20,7 @@ from rich.table import Table
 
 from samebits.errors import SamebitsError
 from samebits.evidence.measurement import STEPS
+from samebits.judge.steps import FIRST, typical
 from samebits.recipe import arms, inputs, launch, process, warm_start
 
 Say = launch.Say
@@ -42,8 +43,6 @@ FIGURES = {
     "memory_gb": "actor/perf/max_memory_allocated_gb",
 }
 TRUNCATED = {"algorithm.rollout_correction.rollout_is": "token"}
-# What the first step does once (compilers, libraries, allocator) is no part of a step's time.
-FIRST = 1
 
 
 class StepsError(SamebitsError):
@@ -201,7 +200,7 @@ def _cell(step: Mapping[str, Any]) -> str:
 def _median(steps: Sequence[Mapping[str, Any]], phase: str) -> float:
     counted = steps[FIRST:] or steps
     if phase == "total":
-        return statistics.median(sum(step["seconds"].values()) for step in counted)
+        return typical(steps)
     if phase.startswith("memory"):
         return max(step["memory_gb"] for step in counted)
     return statistics.median(step["seconds"][phase] for step in counted)

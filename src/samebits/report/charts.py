@@ -14,6 +14,8 @@ from markupsafe import Markup, escape
 WIDTH, HEIGHT = 460, 230
 LEFT, RIGHT, TOP, BOTTOM = 54, 10, 16, 34
 
+LINES = ("line-a", "line-b", "line-c")
+
 Series = tuple[str, Sequence[float]]
 
 
@@ -122,6 +124,33 @@ def rewards(categories: Sequence[str], groups: Sequence[Sequence[tuple[float, bo
                 x = middle + (k - (len(row) - 1) / 2) * gap
                 out.append(f'<circle class="{"a" if learns else "hollow"}" cx="{x:.1f}" cy="{y(reward):.1f}" r="4.5"/>')
     return _svg(out, alt)
+
+
+def curves(series: Sequence[Series], alt: str) -> Markup:
+    """A line a series over the steps 1, 2, …, on a linear axis that holds zero; its name stands above, by its dash."""
+    values = [value for _, line in series for value in line]
+    low, high = min(0.0, *values), max(0.0, *values)
+    high = high if high > low else low + 1.0
+    steps = max(len(line) for _, line in series)
+
+    def x(step: int) -> float:
+        return LEFT + 6 + (WIDTH - LEFT - RIGHT - 12) * (step - 1) / max(steps - 1, 1)
+
+    def y(value: float) -> float:
+        return HEIGHT - BOTTOM - (value - low) / (high - low) * (HEIGHT - TOP - BOTTOM - 20)
+
+    out = []
+    for tick in (low, (low + high) / 2, high):
+        out += [_line(*_span(), y(tick), "grid"), _text(LEFT - 8, y(tick) + 4, f"{tick:.2g}", "end")]
+    for step in sorted({1, (1 + steps) // 2, steps}):
+        out.append(_text(x(step), HEIGHT - 12, str(step)))
+    for i, (name, line) in enumerate(series):
+        css = LINES[i]
+        path = "L".join(f"{x(step):.1f} {y(value):.1f}" for step, value in enumerate(line, 1))
+        out.append(f'<path class="{css}" d="M{path}"/>')
+        left = LEFT + 8 + i * (WIDTH - LEFT - RIGHT) / len(LINES)
+        out += [_line(left, left + 30, TOP - 2, css), _text(left + 36, TOP + 2, name, "start", "value")]
+    return _svg([*out, _line(*_span(), y(0), "axis")], alt)
 
 
 def number(value: float) -> str:
