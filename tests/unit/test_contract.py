@@ -36,6 +36,15 @@ def test_every_operator_of_the_librarys_sources_has_a_row() -> None:
     assert operators == {row.operator for row in contract.ROWS}
 
 
+def test_every_operator_of_the_cards_libraries_has_a_row() -> None:
+    sources = sorted(ROOT.glob("patches/vllm/*/files/csrc/batch_invariant/cuda/*.cpp"))
+    text = "\n".join(path.read_text() for path in sources)
+    defined = set(re.findall(r'\{?"(\w+)(?:\(|", *\n? *"\()(?:Tensor|int|\))', text))
+    assert {"linear", "rms_norm", "decode_attention", "contract"} <= defined and f'"{contract.CUDA_NAME}"' in text
+    operators = {name for name in defined if not name.startswith("reference_")} - contract.NOT_ARITHMETIC
+    assert operators == {row.operator for row in contract.CUDA_ROWS}
+
+
 @pytest.fixture
 def page(tmp_path: pathlib.Path) -> pathlib.Path:
     copy = tmp_path / "page.md"

@@ -15,8 +15,9 @@ from samebits.errors import SamebitsError
 
 NAMESPACE = "batch_invariant"
 NAME = "batch-invariant-cpu-1 lanes16 kv64 fma x86-64-v3"
-# What a library says of itself, as operators.
-NOT_ARITHMETIC = frozenset({"contract", "instruction_set"})
+CUDA_NAME = "batch-invariant-cuda-1 sm_90 k16-chain fa3-kv128 lanes512"
+# What a library says of itself, or is told, as operators.
+NOT_ARITHMETIC = frozenset({"contract", "instruction_set", "let_cublaslt"})
 BEGIN, END = "<!-- begin: made by `samebits check contract --write` -->", "<!-- end -->"
 
 _TESTS = "tests/integration/test_operators_cpu.py"
@@ -178,6 +179,149 @@ ROWS = (
 )
 
 
+_EVIDENCE = "tests/unit/test_committed_evidence.py"
+_ADMITTED, _DECODE = "tests/integration/test_admitted_linear.py", "tests/integration/test_decode_attention.py"
+_PRODUCTS = (
+    f"{_EVIDENCE}::test_no_element_of_an_admitted_product_differs_on_a_card_and_what_serves_is_faster_than_cublas"
+)
+_ON_A_CARD = (
+    f"{_EVIDENCE}::test_no_element_of_an_operator_differs_on_a_card",
+    f"{_EVIDENCE}::test_on_a_card_the_whole_matrix_has_no_mismatch_in_the_invariant_arm_and_some_in_the_other",
+)
+_LANES = (
+    "fp32, 512 lanes: lane (i / 8) mod 512 takes element i, in the order of i{}; lanes are added in groups of 32 at "
+    "distances 16, 8, 4, 2, 1, then the groups at 8, 4, 2, 1"
+)
+_CARD_ROWS = "the other rows, their number and order, row strides, graphs, streams, how rows lie on processors"
+_SM90 = "CUDA C++, sm_90a"
+
+CUDA_ROWS = (
+    Row(
+        "linear",
+        "bf16 → bf16",
+        "sequential K: one chain of k16 steps of the tensor core from zero, in order, K filled up with zeros",
+        "the fp32 sum rounded, a bias added to that and rounded again",
+        "the chain; no split of K",
+        "the other rows and columns, their number, tiles, depth, launch, library",
+        "what is admitted by its bits for (N, K) and a number of rows: cuBLASLt without split-K, `gemm_bf16_skinny`, "
+        "vLLM's Triton kernel where nothing else is; `reference_gemm` defines it",
+        (
+            _PRODUCTS,
+            f"{_ADMITTED}::test_what_has_the_bits_serves_and_what_was_offered_last_serves_first",
+            f"{_ADMITTED}::test_one_bit_at_one_number_of_rows_is_refused_there_and_named",
+        ),
+    ),
+    Row(
+        "skinny_gemm",
+        "bf16, up to 64 rows → bf16 or fp32",
+        "as linear",
+        "as linear; as fp32 the sum itself, without a bias",
+        "as linear",
+        "as linear; the columns of a tile",
+        _SM90,
+        (_PRODUCTS, f"{_ADMITTED}::test_the_table_of_tiles_names_kernels_that_there_are_for_all_rows"),
+    ),
+    Row(
+        "cublaslt_gemm",
+        "bf16 → bf16",
+        "as linear where it was admitted; elsewhere the library's own",
+        "one rounding",
+        "no split of K, no workspace for one",
+        "the library's kernel",
+        "cuBLASLt",
+        (
+            _PRODUCTS,
+            "tests/integration/test_megatron_cuda.py::test_a_product_is_cublaslts_where_its_bits_are_the_references",
+        ),
+    ),
+    Row(
+        "rms_norm",
+        "bf16, gain alike → bf16",
+        _LANES.format(", squared, by fused multiply-adds"),
+        "1 / sqrt(sum / D + epsilon) in fp32; x times that, times the gain; one rounding",
+        "512 lanes, the tree, the order of the two products",
+        _CARD_ROWS,
+        _SM90,
+        _ON_A_CARD,
+    ),
+    Row(
+        "add_rms_norm",
+        "bf16, residual and gain alike → norm and sum, bf16",
+        "as rms_norm, of the rounded sum",
+        "x + residual in fp32, rounded; the norm as rms_norm",
+        "the norm is taken of the rounded sum",
+        _CARD_ROWS,
+        _SM90,
+        _ON_A_CARD,
+    ),
+    Row(
+        "rotary_embedding",
+        "int64 positions; query and key in bf16, heads of 128; cosines and sines in bf16 → query and key",
+        "none: fma(a, cos, -(b · sin)) and fma(b, cos, a · sin), a and b the halves of a head",
+        "all widened to fp32; one rounding",
+        "which product is fused",
+        _CARD_ROWS,
+        _SM90,
+        _ON_A_CARD,
+    ),
+    Row(
+        "norm_rotary_embedding",
+        "as rotary_embedding, and a gain for query and key → query and key",
+        "rms_norm of each head, then rotary_embedding",
+        "the norm rounded, then as rotary_embedding",
+        "the rounding between the two",
+        _CARD_ROWS,
+        _SM90,
+        _ON_A_CARD,
+    ),
+    Row(
+        "silu_and_mul",
+        "bf16 → bf16, half as wide",
+        "none: gate · rcp(1 + ex2(-gate · log2 e)) · up",
+        "in fp32, ex2 and rcp the card's own; one rounding",
+        "the order of the products",
+        _CARD_ROWS,
+        _SM90,
+        _ON_A_CARD,
+    ),
+    Row(
+        "log_softmax",
+        "bf16 or fp32 → fp32",
+        "the row's maximum; " + _LANES.format(", exp(x - maximum)"),
+        "(x - maximum) - log(sum) in fp32, exp and log the contract's own",
+        "512 lanes, the tree, the order of the two differences",
+        _CARD_ROWS,
+        _SM90,
+        _ON_A_CARD,
+    ),
+    Row(
+        "selected_log_softmax",
+        "bf16 or fp32 and int64 indices → that entry and the LSE, fp32",
+        "as log_softmax",
+        "as log_softmax; LSE = maximum + log(sum)",
+        "the entry's bits are log_softmax's",
+        _CARD_ROWS,
+        _SM90,
+        _ON_A_CARD,
+    ),
+    Row(
+        "decode_attention",
+        "bf16, one token a request, heads of 128; the caches, written in place → output, bf16",
+        "FlashAttention 3's without splits: blocks of 128 keys from the last to the first, a score one chain of k16 "
+        "steps over the head, four sums of p, outputs one chain of k16 steps over bf16(p) and the values (below)",
+        "as below; one rounding",
+        "the blocks, counted from the sequence's start, their order, the four sums",
+        "the other requests, pages, which processor takes a part",
+        _SM90 + "; FlashAttention 3 as vLLM calls it at `VLLM_BATCH_INVARIANT=1` for every other step",
+        (
+            *_ON_A_CARD,
+            f"{_DECODE}::test_a_kind_of_layer_is_admitted_by_its_bits",
+            f"{_DECODE}::test_nothing_is_the_operators_before_its_bits_were_seen",
+        ),
+    ),
+)
+
+
 _ENGINES = "tests/integration/test_batch_invariant_cpu.py"
 _ALIGNED = "tests/integration/test_megatron_aligned.py"
 
@@ -215,31 +359,33 @@ APART = (
 
 def text() -> str:
     """The generated part of the document: the arithmetic and its freedom, a row an operator in each; what is apart."""
-    arithmetic = [(f"`{row.operator}`", row.dtypes, row.order, row.casts) for row in ROWS]
-    proofs = [
-        (
-            f"`{row.operator}`",
-            row.fixed,
-            row.free,
-            row.implementations,
-            names(row.tests),
-        )
-        for row in ROWS
-    ]
     apart = [(row.what, row.how, row.why, names(row.tests)) for row in APART]
     return "\n".join(
         (
             f"CPU: `{NAME}`. All operators are `torch.ops.{NAMESPACE}.*`.",
             "",
-            *table(("operator", "dtypes", "accumulation and order", "casts"), arithmetic),
+            *_rows(ROWS),
             "",
-            *table(("operator", "fixed", "may vary", "implementations", "tests"), proofs),
+            f"CUDA, Hopper: `{CUDA_NAME}`. The same names; the bits are those of the device family, not the CPU's.",
+            "",
+            *_rows(CUDA_ROWS),
             "",
             "What torch computes on both sides, and no operator does:",
             "",
             *table(("what", "arithmetic", "why the bits agree", "tests"), apart),
         )
     )
+
+
+def _rows(rows: Sequence[Row]) -> list[str]:
+    """Two tables of one device's operators: what is computed, and what may vary."""
+    arithmetic = [(f"`{row.operator}`", row.dtypes, row.order, row.casts) for row in rows]
+    proofs = [(f"`{row.operator}`", row.fixed, row.free, row.implementations, names(row.tests)) for row in rows]
+    return [
+        *table(("operator", "dtypes", "accumulation and order", "casts"), arithmetic),
+        "",
+        *table(("operator", "fixed", "may vary", "implementations", "tests"), proofs),
+    ]
 
 
 def names(tests: tuple[str, ...]) -> str:
@@ -255,7 +401,7 @@ def table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 def tests() -> list[tuple[str, tuple[str, ...]]]:
     """What each row is of, and the tests that it names."""
-    return [(row.operator, row.tests) for row in ROWS] + [(row.what, row.tests) for row in APART]
+    return [(row.operator, row.tests) for row in (*ROWS, *CUDA_ROWS)] + [(row.what, row.tests) for row in APART]
 
 
 @dataclass(frozen=True)
