@@ -356,6 +356,11 @@ def test_evidence_that_was_measured_in_the_image_is_told_from_what_shares_its_wh
     said["execution"]["image"] = {"digest": digest, "inventory": "0" * 64}
     path.write_text(json.dumps(said))
     assert [row["inside"] for row in delivery.evidence(toy.root, digest, wheels)] == [True]
+    name, sha256 = next(iter(wheels.items()))
+    arms = {"ours": {"tree": {"wheel": name, "sha256": sha256}}, "theirs": {"tree": {"wheel": "release"}}}
+    path.write_text(json.dumps({"schema": "samebits.engines/1", "arms": arms, "checksum": "0" * 64}))
+    shared = [(row["inside"], row["wheels"]) for row in delivery.evidence(toy.root, digest, wheels)]
+    assert shared == [(False, {name: sha256})], "arms of measurements name a wheel each"
 
 
 def test_a_person_confirms_in_a_file_and_only_the_two_points(toy: Toy) -> None:

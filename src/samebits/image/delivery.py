@@ -109,7 +109,7 @@ def evidence(root: Path, digest: str, wheels: dict[str, str]) -> list[dict[str, 
         document = strictjson.loads(path.read_bytes())
         if "checksum" in document:
             ran = list(_executions(document))
-            used = {name: sha for one in ran for name, sha in one["wheels"].items()}
+            used = {name: sha for one in ran for name, sha in one["wheels"].items()} | dict(_trees(document))
             rows.append(
                 {
                     "path": path.relative_to(root).as_posix(),
@@ -120,6 +120,13 @@ def evidence(root: Path, digest: str, wheels: dict[str, str]) -> list[dict[str, 
                 }
             )
     return rows
+
+
+def _trees(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """The patched wheels that a measurement's arms were unpacked from: file name and sha256."""
+    for arm in document.get("arms", {}).values():
+        if isinstance(arm, dict) and "sha256" in (tree := arm.get("tree", {})):
+            yield tree["wheel"], tree["sha256"]
 
 
 def _executions(value: Any) -> Iterator[dict[str, Any]]:
