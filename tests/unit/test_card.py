@@ -116,7 +116,7 @@ def test_what_two_arms_said_is_compared_token_by_token_and_bit_by_bit() -> None:
 
 
 def products(**microseconds: float) -> dict[str, Any]:
-    times = {"cublas": 10.0, "skinny": 8.0, "cublaslt": 10.0, "vllm": 50.0, **microseconds}
+    times = {"cublas": 10.0, "skinny": 8.0, "cublaslt": 10.0, "vllm": 50.0, "persistent": 20.0, **microseconds}
     row = {
         "model": "8B",
         "n": 8192,
@@ -124,6 +124,7 @@ def products(**microseconds: float) -> dict[str, Any]:
         "m": 1,
         "served": "skinny",
         "microseconds": times,
+        "spread": {name: 0.4 for name in times},
         "widths": {"48": 8.0},
     }
     bits = [{"n": 8192, "k": 4096, "implementation": "skinny", "differ": 0, "of": 100}]
@@ -142,7 +143,7 @@ def test_the_figures_are_of_what_serves() -> None:
     found = plan.summary(products())
     assert found["geometric mean"] == pytest.approx(1.25**0.5) and found["worst"] == 1.0
     assert found["share of the copy's bandwidth"] == pytest.approx(0.5)  # of the row of few rows alone
-    assert "8B 8192 4096 1 10.0 50.0 10.0 8.0 1.25 8.39" in drawn(gemm.table(products()))
+    assert "8B 8192 4096 1 10.0 50.0 20.0 10.0 8.0 1.25 5% 8.39" in drawn(gemm.table(products()))
 
 
 def test_the_product_of_one_tile_is_a_product() -> None:

@@ -19,7 +19,7 @@ from samebits.evidence.measurement import GEMM
 from samebits.judge import products as plan
 
 from .engine import card
-from .graph import Counted, captured, in_turn, microseconds
+from .graph import Counted, captured, in_turn, microseconds, middle
 
 BYTES = 2e9  # of different weights in a graph, each read once: what the cache keeps of them hardly counts
 LEAST_LAUNCHES, MOST_LAUNCHES = 4, 240
@@ -69,9 +69,10 @@ def measure(say: Callable[[str], None]) -> dict[str, Any]:
                 of_widths = {str(width): tiles_of(width) for width in batch_invariant_sm90.WIDTHS}
                 calls = {name: partial(_call, way, x, weights) for name, way in (ways | of_widths).items()}
                 taken = in_turn(calls, launches)
-                times, widths = ({name: taken[name] for name in names} for names in (ways, of_widths))
+                times, widths = ({name: middle(taken[name]) for name in names} for names in (ways, of_widths))
+                spread = {name: float(f"{max(taken[name]) - min(taken[name]):.3g}") for name in ways}
                 row = {"model": model, "n": n, "k": k, "m": m, "served": serving(n, k), "microseconds": times}
-                rows.append({**row, "widths": widths})
+                rows.append({**row, "spread": spread, "widths": widths})
     say("bandwidth of a copy")
     big = torch.empty(1 << 28, device="cuda")
     other = torch.empty_like(big)
@@ -149,7 +150,7 @@ def _compare(n: int, k: int, kind: str, cublaslt: Counted, skinny: Counted, vllm
 
 
 def table(finding: Mapping[str, Any], rows: Sequence[int] = (1, 16, 64)) -> Table:
-    """Microseconds of each way at some numbers of rows, the one that serves in bold, and what it gains and reads."""
+    """Microseconds of each way at some numbers of rows, what serves in bold: what it gains, varies and reads."""
     drawn = Table(title=f"µs a product on {finding['card']['name']}, weights rotated, in one graph", box=box.SIMPLE)
     columns = {
         "cublas": "cuBLAS",
@@ -158,9 +159,7 @@ def table(finding: Mapping[str, Any], rows: Sequence[int] = (1, 16, 64)) -> Tabl
         "cublaslt": "cuBLASLt, no split",
         "skinny": "ours",
     }
-    timed = finding["rows"][0]["microseconds"]
-    columns = {name: head for name, head in columns.items() if name in timed}  # "one tile" came later than the others
-    for column in ("model", "N", "K", "M", *columns.values(), "cuBLAS ÷ serving", "TB/s"):
+    for column in ("model", "N", "K", "M", *columns.values(), "cuBLAS ÷ serving", "range", "TB/s"):
         drawn.add_column(column, justify="right", no_wrap=True)
     for row in finding["rows"]:
         if row["m"] not in rows:
@@ -170,6 +169,7 @@ def table(finding: Mapping[str, Any], rows: Sequence[int] = (1, 16, 64)) -> Tabl
             *(str(row[key]) for key in ("model", "n", "k", "m")),
             *(f"[bold]{times[name]:.1f}[/]" if name == row["served"] else f"{times[name]:.1f}" for name in columns),
             f"{times['cublas'] / served:.2f}",
+            f"{row['spread'][row['served']] / served:.0%}" if "spread" in row else "",
             f"{row['n'] * row['k'] * 2 / served / 1e6:.2f}",
         )
     return drawn

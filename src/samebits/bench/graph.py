@@ -1,7 +1,7 @@
 """What measurements of operators on a GPU share: launches timed in a CUDA graph, elements counted by their bits."""
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 REPLAYS = 5
@@ -24,11 +24,16 @@ def captured[T](call: Callable[[], T]) -> tuple[Any, T]:
 
 def microseconds(launch: Callable[[int], Any], launches: int) -> float:
     """Microseconds of one of `launches` in a graph, back to back: the median of REPLAYS."""
-    return in_turn({"": launch}, launches)[""]
+    return middle(in_turn({"": launch}, launches)[""])
 
 
-def in_turn(ways: Mapping[str, Callable[[int], Any]], launches: int) -> dict[str, float]:
-    """`microseconds` of several ways to do the same, which take turns: a replay of each, REPLAYS times.
+def middle(taken: Sequence[float]) -> float:
+    """The median, in four digits."""
+    return float(f"{statistics.median(taken):.4g}")
+
+
+def in_turn(ways: Mapping[str, Callable[[int], Any]], launches: int) -> dict[str, list[float]]:
+    """Microseconds of one of `launches` in each replay of several ways to do the same, which take turns, REPLAYS times.
 
     The first turn of each is not counted. A graph takes some microseconds to begin, which count: give many launches."""
     import torch
@@ -56,7 +61,7 @@ def in_turn(ways: Mapping[str, Callable[[int], Any]], launches: int) -> dict[str
                 end.record()
                 end.synchronize()
                 taken[name].append(begin.elapsed_time(end) * 1e3 / launches)
-    return {name: float(f"{statistics.median(times[1:]):.4g}") for name, times in taken.items()}
+    return {name: times[1:] for name, times in taken.items()}
 
 
 class Counted:

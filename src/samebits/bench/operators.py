@@ -22,7 +22,7 @@ from samebits.judge import operators as plan
 from samebits.judge.operators import HEAD, HEADS, HIDDEN, INTERMEDIATE, KV_HEADS, VOCABULARY
 
 from .engine import card
-from .graph import Counted, captured, in_turn
+from .graph import Counted, captured, in_turn, middle
 
 DEVICE = "cuda"
 EPSILON, ROPE_BASE, POSITIONS = 1e-6, 1e6, 40_960
@@ -251,7 +251,8 @@ def _error(place: str, outputs: Tensors, exact: Tensors, name: str) -> float:
 
 def _row_times(operator: _RowOperator, m: int) -> dict[str, float]:
     inputs = operator.inputs(m)
-    return in_turn({"vllm": lambda _: operator.vllm(*inputs), "ours": lambda _: operator.ours(*inputs)}, LAUNCHES)
+    ways = {"vllm": lambda _: operator.vllm(*inputs), "ours": lambda _: operator.ours(*inputs)}
+    return {name: middle(taken) for name, taken in in_turn(ways, LAUNCHES).items()}
 
 
 @dataclass(frozen=True)
@@ -439,7 +440,8 @@ def _attention_times(requests: int, context: int) -> dict[str, float]:
     def ours(i: int) -> None:
         layers[i].ours(out)
 
-    return in_turn({"bi0": bi0, "bi1": bi1, "ours": ours}, len(layers))
+    ways = {"bi0": bi0, "bi1": bi1, "ours": ours}
+    return {name: middle(taken) for name, taken in in_turn(ways, len(layers)).items()}
 
 
 def _beside_neighbours(head: int, page: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
