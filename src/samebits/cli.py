@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
+    from samebits.evidence.document import Kind
     from samebits.recipe.warm_start import WarmStart
     from samebits.report.tables import Figure
     from samebits.sources.patching import Patch, Read
@@ -1102,12 +1103,7 @@ def bench_gemm(
     out.print(gemm.table(document))
     for name, value in products.summary(document).items():
         out.print(f"{name}: {value:.3g}", markup=False)
-    if record is not None:
-        GEMM.write(record, document)
-        out.print(f"{record}", markup=False)
-    if wrong := missed_products(document):
-        err.print(f"error: not what it must be: {'; '.join(wrong)}", style="red", markup=False)
-        raise typer.Exit(1)
+    _recorded(GEMM, record, document, missed_products(document))
 
 
 @bench.command("operators")
@@ -1130,12 +1126,7 @@ def bench_operators(
         out.print(table)
     for name, value in operators.summary(document).items():
         out.print(f"{name}: {value:.3g}", markup=False)
-    if record is not None:
-        OPERATORS.write(record, document)
-        out.print(f"{record}", markup=False)
-    if wrong := missed_operators(document):
-        err.print(f"error: not what it must be: {'; '.join(wrong)}", style="red", markup=False)
-        raise typer.Exit(1)
+    _recorded(OPERATORS, record, document, missed_operators(document))
 
 
 @bench.command("backward")
@@ -1156,10 +1147,15 @@ def bench_backward(
     with _phases() as say:
         document = backward.document(tests, say)
     out.print(backward.table(document))
+    _recorded(BACKWARD, record, document, missed_backward_modes(document))
+
+
+def _recorded(kind: "Kind", record: Path | None, document: dict[str, Any], wrong: list[str]) -> None:
+    """Write a measurement where a file was named, then say what it lacks: exit code 1 if anything."""
     if record is not None:
-        BACKWARD.write(record, document)
+        kind.write(record, document)
         out.print(f"{record}", markup=False)
-    if wrong := missed_backward_modes(document):
+    if wrong:
         err.print(f"error: not what it must be: {'; '.join(wrong)}", style="red", markup=False)
         raise typer.Exit(1)
 
