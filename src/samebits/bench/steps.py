@@ -20,7 +20,7 @@ from rich.table import Table
 
 from samebits.errors import SamebitsError
 from samebits.evidence.measurement import STEPS
-from samebits.judge.steps import FIRST, typical
+from samebits.judge.steps import FIRST, timed, typical
 from samebits.recipe import arms, inputs, launch, process, warm_start
 
 Say = launch.Say
@@ -198,7 +198,7 @@ def _cell(step: Mapping[str, Any]) -> str:
 
 
 def _median(steps: Sequence[Mapping[str, Any]], phase: str) -> float:
-    counted = steps[FIRST:] or steps
+    counted = timed(steps)
     if phase == "total":
         return typical(steps)
     if phase.startswith("memory"):

@@ -158,8 +158,8 @@ def collect(
         wheels, commit, dirty = said["wheels"], said["git_commit"], False
         image = {"digest": environment.get("SAMEBITS_IMAGE"), "inventory": _sha256(inventory, "use another image")}
     elif tree is not None:
-        noted = wheel_of_tree(tree)
-        wheels = wheels_of_tree(tree)
+        noted = _noted(tree)
+        wheels = _wheels_of(noted)
         if commit is None:
             commit, _, suffix = noted["git_commit"].partition("-")
             dirty = bool(suffix)
@@ -264,18 +264,26 @@ def wheel_of_tree(note: Path) -> dict[str, str]:
     """wheel, sha256 and git_commit of the wheel that a tree is part of, by the note beside the tree's files.
 
     ProvenanceError if a file is not as noted."""
-    known = strictjson.loads(note.read_bytes())
-    for name, digest in known["files"].items():
-        if _sha256(note.parent / name, "unpack the tree again") != digest:
-            raise ProvenanceError(f"{name} beside {note.name} is not that of {known['wheel']}; unpack the tree again")
+    known = _noted(note)
     return {key: known[key] for key in ("wheel", "sha256", "git_commit")}
 
 
 def wheels_of_tree(note: Path) -> dict[str, str]:
     """Every wheel that a tree is part of, file name -> sha256. ProvenanceError as `wheel_of_tree`."""
-    noted = wheel_of_tree(note)
-    others = strictjson.loads(note.read_bytes()).get("wheels", {})
-    return dict(sorted({noted["wheel"]: noted["sha256"], **others}.items()))
+    return _wheels_of(_noted(note))
+
+
+def _wheels_of(known: Mapping[str, Any]) -> dict[str, str]:
+    return dict(sorted({known["wheel"]: known["sha256"], **known.get("wheels", {})}.items()))
+
+
+def _noted(note: Path) -> dict[str, Any]:
+    """A tree's note, each of whose files lies beside it as it says; ProvenanceError otherwise."""
+    known = strictjson.loads(note.read_bytes())
+    for name, digest in known["files"].items():
+        if _sha256(note.parent / name, "unpack the tree again") != digest:
+            raise ProvenanceError(f"{name} beside {note.name} is not that of {known['wheel']}; unpack the tree again")
+    return dict(known)
 
 
 def instruction_set(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:

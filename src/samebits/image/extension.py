@@ -7,7 +7,6 @@ There is no device code in it: that is in the released wheel of Transformer Engi
 """
 
 import dataclasses
-import fcntl
 import hashlib
 import os
 import subprocess
@@ -23,6 +22,7 @@ from samebits.image.layers import key_of
 from samebits.image.plan import Extension, Image, ImageError, Wheel
 from samebits.image.store import fetch_all, verified
 from samebits.sources.fetch import fetch
+from samebits.sources.native import compiled_once
 from samebits.sources.pins import Artefact, Pins
 from samebits.sources.wheels import Built, pack_extension
 
@@ -56,15 +56,10 @@ def build_extension(
     """
     said = image.extension
     artefact, upstream = pins.by_file[said.artefact], pins.upstreams[said.upstream]
-    kept = cache / "native" / f"{extension_key(image, pins, wheels, base)[:24]}.so"
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    with kept.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not kept.is_file():
-            data = compile_extension(image, artefact, headers_of(said, wheels), blob(), cache)
-            partial = kept.with_suffix(f".partial-{os.getpid()}")
-            partial.write_bytes(data)
-            os.replace(partial, kept)
+    key = extension_key(image, pins, wheels, base)[:24]
+    kept = compiled_once(
+        cache, key, lambda: compile_extension(image, artefact, headers_of(said, wheels), blob(), cache)
+    )
     library = kept.read_bytes()
     digest = hashlib.sha256(library).hexdigest()
     if digest != said.sha256:

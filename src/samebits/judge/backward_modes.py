@@ -32,11 +32,11 @@ def missed(document: Mapping[str, Any]) -> list[str]:
     """What a measurement lacks of what it must show, one text each, arm by arm."""
     found = []
     for name, arm in document["arms"].items():
-        found += [f"{name}: {problem}" for problem in _lacking(arm)]
+        found += [f"{name}: {problem}" for problem in lacking(arm)]
     return found + [f"patched: {problem}" for problem in problems(document["arms"]["patched"])]
 
 
-def _lacking(arm: Mapping[str, Any]) -> Iterator[str]:
+def lacking(arm: Mapping[str, Any]) -> Iterator[str]:
     """What an arm does not say at all, and what must hold with and without the patch."""
     rows = [(row["module"], row["recipe"], row["mode"]) for row in arm["rows"]]
     for case in product(MODULES, RECIPES, MODES):

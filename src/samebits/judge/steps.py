@@ -22,9 +22,14 @@ def total(step: Mapping[str, Any]) -> float:
     return float(sum(step["seconds"].values()))
 
 
+def timed(steps: Steps) -> Steps:
+    """The steps that are timed: all behind the first ones; of a run that has no more, those."""
+    return steps[FIRST:] or steps
+
+
 def typical(steps: Steps) -> float:
     """Seconds of a step: the median of those that are timed."""
-    return statistics.median(total(step) for step in steps[FIRST:] or steps)
+    return statistics.median(total(step) for step in timed(steps))
 
 
 def differ(step: Mapping[str, Any]) -> float:
@@ -58,8 +63,7 @@ def missed_speed(document: Mapping[str, Any]) -> list[str]:
     ratio = typical(runs[ALIGNED]) / typical(runs[BASE])
     if ratio > MOST_TIME:
         found.append(f"a step of {ALIGNED} takes {ratio:.3f} of {BASE}'s time, must be ≤ {MOST_TIME:.2f}")
-    timed = runs[ALIGNED][FIRST:] or runs[ALIGNED]
-    share = statistics.median(step["seconds"]["compare"] / total(step) for step in timed)
+    share = statistics.median(step["seconds"]["compare"] / total(step) for step in timed(runs[ALIGNED]))
     if share > MOST_VERIFY:
         found.append(f"comparing takes {share:.2%} of a step of {ALIGNED}, must be ≤ {MOST_VERIFY:.0%}")
     return found

@@ -15,16 +15,9 @@ SWITCH = "VLLM_BATCH_INVARIANT"
 # What each arm claims: that everything was seen, or that nothing differed.
 CLAIM = {0: "observe", 1: "zero"}
 
-# What the CPU needs, in either arm. Values that a user has set already stay.
-CPU_DEFAULTS = {
-    "VERL_PLATFORM": "cpu",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "OMP_NUM_THREADS": "2",
+# What every device needs, in either arm. Values that a user has set already stay.
+DEFAULTS = {
     "HF_HUB_OFFLINE": "1",
-    # One function of verl's entropy is compiled at its first call, half a minute of compiler for a sum.
-    "TORCH_COMPILE_DISABLE": "1",
-    # How long a weight sync may be silent before the run ends with an error.
-    "VERL_WEIGHT_SYNC_TIMEOUT_S": "45",
     # Megatron Core adds to its version the commit of whatever repository it finds itself in, here the one around .venv.
     "NO_VCS_VERSION": "1",
     # How long Ray's own processes may take to start; on a machine that is busy its half minute is too short.
@@ -35,21 +28,25 @@ CPU_DEFAULTS = {
     "PYTHONUNBUFFERED": "1",
 }
 
-# What a card needs, in either arm. Values that a user has set already stay.
+CPU_DEFAULTS = {
+    **DEFAULTS,
+    "VERL_PLATFORM": "cpu",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "OMP_NUM_THREADS": "2",
+    # One function of verl's entropy is compiled at its first call, half a minute of compiler for a sum.
+    "TORCH_COMPILE_DISABLE": "1",
+    # How long a weight sync may be silent before the run ends with an error.
+    "VERL_WEIGHT_SYNC_TIMEOUT_S": "45",
+}
+
 CUDA_DEFAULTS = {
+    **DEFAULTS,
     # One engine serves both arms: verl's own would need a bridge, and another one would be another recipe.
     "VERL_ENGINE_VENDOR": "aligned",
     "OMP_NUM_THREADS": "8",
-    "HF_HUB_OFFLINE": "1",
     "VERL_WEIGHT_SYNC_TIMEOUT_S": "120",
     # It is compiled at each start.
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "NO_VCS_VERSION": "1",
-    "RAY_raylet_start_wait_time_s": "180",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "PYTHONUNBUFFERED": "1",
 }
 
 # What the CPU is, whatever a user has set. The lock's torch is a CUDA build, and Megatron asks it for a device. The

@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 import tomllib
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,16 +111,8 @@ def build_library(compiler: Compiler, library: Library, pins: Pins, patches: Pat
     Raises NativeError: the compiler's error, or a sha256 other than the recorded one.
     """
     folders = [patches / name for name in library.sources]
-    kept = cache / "native" / f"{_key(compiler, library, pins, folders)}.so"
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    with kept.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not kept.is_file():
-            data = compile_library(compiler, library, pins, folders, cache)
-            partial = kept.with_suffix(f".partial-{os.getpid()}")
-            partial.write_bytes(data)
-            os.replace(partial, kept)
-    data = kept.read_bytes()
+    key = _key(compiler, library, pins, folders)
+    data = compiled_once(cache, key, lambda: compile_library(compiler, library, pins, folders, cache)).read_bytes()
     digest = hashlib.sha256(data).hexdigest()
     if digest != library.sha256:
         raise NativeError(
@@ -127,6 +120,20 @@ def build_library(compiler: Compiler, library: Library, pins: Pins, patches: Pat
             "Remedy: if sources, flags or compiler were changed, record the new one; else find out what differs here."
         )
     return data
+
+
+def compiled_once(cache: Path, key: str, compile_it: Callable[[], bytes]) -> Path:
+    """The library that the cache has under a key; compiled now, by one process alone, if it has none."""
+    kept = cache / "native" / f"{key}.so"
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    with kept.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not kept.is_file():
+            data = compile_it()
+            partial = kept.with_suffix(f".partial-{os.getpid()}")
+            partial.write_bytes(data)
+            os.replace(partial, kept)
+    return kept
 
 
 def compile_library(compiler: Compiler, library: Library, pins: Pins, folders: list[Path], cache: Path) -> bytes:
